@@ -1,0 +1,395 @@
+"""From a ``ml_collections`` config to typed, checked settings.
+
+A config file (``configs/*.py``) is the record of an experiment. Only the entry points see it; they
+call ``settings_from`` once and pass the typed pieces on. Every field below is a config key of the
+same path: ``loss.clip_high`` is ``LossSettings.clip_high``. Units end names: ``_s`` seconds,
+``_tokens``, ``_frac``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+class ConfigError(ValueError):
+    """A config value that cannot be used; the message names the key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """``path`` names a Hugging Face folder or a GGUF file; empty: a fresh model of these sizes."""
+
+    path: str = ""
+    d_model: int = 96
+    n_layers: int = 3
+    n_heads: int = 4
+    n_kv_heads: int = 4
+    head_dim: int = 24
+    d_ff: int = 256
+    rope_theta: float = 10000.0
+    dtype: str = "float32"
+    remat: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings:
+    """How conversations become ids. ``suffix`` is the speculation suffix's one instruction."""
+
+    style: str = "hermes"
+    tools_in_prompt: bool = False
+    system: str = ""
+    think: bool = True
+    suffix: str = "Predict your next tool call. Output only the call."
+
+
+@dataclasses.dataclass(frozen=True)
+class WorldSettings:
+    """Which worlds, and what they are made from. Paths serve the worlds that read files."""
+
+    names: tuple[str, ...] = ("lookup", "storefront")
+    seed: int = 0
+    corpus: str = ""
+    questions: tuple[str, ...] = ()
+    trajectories: tuple[str, ...] = ()
+    search_chars: int = 160
+    read_chars: int = 400
+    n_test: int = 192
+    n_validation: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """Rows and cache of the sampling engine; all device shapes follow from these."""
+
+    rows: int = 64
+    speculator_rows: int = 64
+    cache_tokens: int = 384
+    prefill_chunk: int = 32
+    tokens_per_call: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeSettings:
+    """Limits of one episode."""
+
+    max_turns: int = 8
+    max_turn_tokens: int = 64
+    max_tokens: int = 320
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentSettings:
+    """An agent update: ``tasks_per_step`` groups of ``group_size`` episodes (paper: G_ag = 8)."""
+
+    tasks_per_step: int = 8
+    group_size: int = 8
+    temperature: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculatorSettings:
+    """A speculator update: fresh episodes, about ``prefixes_per_step`` turn starts of them.
+
+    ``targets``: ``current`` (calls of the present agent) or ``frozen_sft`` (of the agent after SFT).
+    ``turns_per_episode`` is the expected number of turns, from which the share of turn starts to
+    draw follows.
+    """
+
+    tasks_per_step: int = 24
+    prefixes_per_step: int = 32
+    group_size: int = 8
+    temperature: float = 1.0
+    max_tokens: int = 48
+    targets: str = "current"
+    merge_equal_prefixes: bool = True
+    turns_per_episode: float = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationSettings:
+    """Pre-execution. ``in_agent_blocks``: one greedy fork a turn during agent updates too."""
+
+    cut: str = "turn_start"
+    in_agent_blocks: bool = True
+    calls_per_turn: int = 1
+    calls_per_episode: int = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSettings:
+    """See SPEC: ``argument_keys`` target | union, ``no_call_turns`` skip | reward."""
+
+    argument_keys: str = "target"
+    repeat_penalty: float = 0.1
+    no_call_turns: str = "skip"
+    abstain_on_call: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """Clipped surrogate (DAPO form). ``old_logp``: trainer (its own, detached) | sampler."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    aggregate: str = "token_mean"
+    kl: float = 0.0
+    old_logp: str = "trainer"
+    drop_uniform_groups: bool = True
+    logits_chunk_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleSettings:
+    """Blocks of agent and speculator updates; ``reset``: new optimizer moments at each switch."""
+
+    agent_steps: int = 4
+    speculator_steps: int = 8
+    reset: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimSettings:
+    """AdamW. The learning rate is a stage's; it is a function of the global step."""
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PackSettings:
+    """Training batches: rows of ``row_tokens``, ``rows_per_batch`` rows a micro-batch."""
+
+    row_tokens: int = 512
+    rows_per_batch: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSettings:
+    """One stage of the job.
+
+    ``kind``: load (the model as it is) | pretrain (agent turns only) | sft (agent turns and
+    speculation branches) | rl. ``start`` names the stage whose weights it begins with; empty: the
+    fresh or loaded model. ``n_examples`` expert episodes, ``rows_per_step`` of them a step. An SFT
+    stage with ``patience`` > 0 looks at held-out Hit@1 every ``eval_every`` steps, stops after
+    ``patience`` looks without a new best, and ends with the best weights. ``match_tokens_of``:
+    train until as many tokens as that stage trained.
+    """
+
+    kind: str = "sft"
+    start: str = ""
+    steps: int = 0
+    lr: float = 1e-3
+    decay: str = "constant"  # constant | cosine
+    warmup_steps: int = 0
+    n_examples: int = 0
+    rows_per_step: int = 32
+    eval_every: int = 0
+    eval_tasks: int = 48
+    patience: int = 0
+    match_tokens_of: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+    """How often a stage saves, in steps, and how many saves it keeps."""
+
+    every: int = 20
+    keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+    """Evaluation. Times are simulated at ``token_s`` a token and tools that take ``tool_s``.
+
+    ``crossing`` names the stages whose agents and speculators are crossed, on ``crossing_tasks``
+    a world. ``agreement``: independent continuations a turn, for the ceiling of Hit@1.
+    """
+
+    tasks_per_world: int = 192
+    temperatures: tuple[float, ...] = (1.0, 0.0)
+    agreement: int = 1
+    token_s: float = 0.02
+    prefill_token_s: float = 0.0
+    tool_s: float = 0.3
+    tool_spread: float = 0.0
+    crossing: tuple[str, ...] = ("base", "sft", "joint")
+    crossing_tasks: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything one job needs, typed."""
+
+    name: str = "tiny"
+    seed: int = 0
+    stages: tuple[str, ...] = ("base", "sft_light", "sft", "joint", "sft_more")
+    model: ModelSettings = ModelSettings()
+    chat: ChatSettings = ChatSettings()
+    world: WorldSettings = WorldSettings()
+    engine: EngineSettings = EngineSettings()
+    episode: EpisodeSettings = EpisodeSettings()
+    agent: AgentSettings = AgentSettings()
+    speculator: SpeculatorSettings = SpeculatorSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
+    reward: RewardSettings = RewardSettings()
+    loss: LossSettings = LossSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    optim: OptimSettings = OptimSettings()
+    pack: PackSettings = PackSettings()
+    base: StageSettings = StageSettings(kind="pretrain")
+    sft_light: StageSettings = StageSettings(start="base")
+    sft: StageSettings = StageSettings(start="base")
+    joint: StageSettings = StageSettings(kind="rl", start="sft")
+    sft_more: StageSettings = StageSettings(start="sft", match_tokens_of="joint")
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluate: EvalSettings = EvalSettings()
+
+    def stage(self, name: str) -> StageSettings:
+        """The settings of the stage of that name."""
+        return typing.cast(StageSettings, getattr(self, name))
+
+
+STAGE_NAMES = tuple(f.name for f in dataclasses.fields(Settings) if f.type == "StageSettings")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("float32", "bfloat16"),
+    "chat.style": ("hermes", "smollm2"),
+    "speculator.targets": ("current", "frozen_sft"),
+    "speculation.cut": ("turn_start",),
+    "reward.argument_keys": ("target", "union"),
+    "reward.no_call_turns": ("skip", "reward"),
+    "loss.aggregate": ("token_mean", "sequence_mean", "constant_length"),
+    "loss.old_logp": ("trainer", "sampler"),
+} | {
+    f"{stage}.{key}": values
+    for stage in STAGE_NAMES
+    for key, values in {
+        "kind": ("load", "pretrain", "sft", "rl"),
+        "decay": ("constant", "cosine"),
+    }.items()
+}
+_WORLDS = ("lookup", "storefront", "hotpot")
+
+
+def default_config() -> ConfigDict:
+    """The config whose every key stands at the default of the dataclasses above."""
+    return ConfigDict(dataclasses.asdict(Settings()))
+
+
+def settings_from(config: ConfigDict) -> Settings:
+    """Typed settings of a config; every wrong key, type or combination is a ``ConfigError``."""
+    settings = typing.cast(Settings, _typed(Settings, config, ""))
+    check_config(settings)
+    return settings
+
+
+def _typed(cls: type, config: Any, path: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    for key in config:
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            hint = f"; did you mean {path}{near[0]}?" if near else ""
+            raise ConfigError(f"config key {path}{key} does not exist{hint}")
+    values = {}
+    for key, kind in hints.items():
+        if key in config:
+            value = config[key]
+            name = f"{path}{key}"
+            values[key] = (
+                _typed(kind, value, f"{name}.")
+                if dataclasses.is_dataclass(kind) and isinstance(value, (ConfigDict, dict))
+                else _checked(value, kind, name)
+            )
+    return cls(**values)
+
+
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    if isinstance(kind, types.GenericAlias):
+        item = typing.get_args(kind)[0]
+        if not isinstance(value, tuple):
+            raise ConfigError(f"config key {name} must be a tuple, got {value!r}")
+        return tuple(_checked(v, item, f"{name}[{i}]") for i, v in enumerate(value))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"config key {name} must be {kind.__name__}, got {value!r}")
+    if value == "None":
+        raise ConfigError(f"config key {name} is the text 'None'; leave it empty instead")
+    return value
+
+
+def check_config(s: Settings) -> None:
+    """Raises ``ConfigError`` naming the key for any value or combination that cannot work."""
+
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    for name, allowed in _CHOICES.items():
+        value: Any = s
+        for part in name.split("."):
+            value = getattr(value, part)
+        need(value in allowed, f"config key {name} must be one of {allowed}, got {value!r}")
+    for world in s.world.names:
+        need(world in _WORLDS, f"config key world.names must be among {_WORLDS}, got {world!r}")
+    need(bool(s.world.names), "config key world.names is empty; name at least one world")
+    for name in s.stages:
+        need(name in STAGE_NAMES, f"config key stages must be among {STAGE_NAMES}, got {name!r}")
+    for i, name in enumerate(s.stages):
+        stage = s.stage(name)
+        for key in ("start", "match_tokens_of"):
+            earlier = getattr(stage, key)
+            need(
+                not earlier or earlier in s.stages[:i],
+                f"config key {name}.{key} names {earlier!r}, which is not a stage before it "
+                f"in stages={s.stages}",
+            )
+        need(stage.lr >= 0, f"config key {name}.lr must not be negative, got {stage.lr}")
+        if stage.kind in ("pretrain", "sft"):
+            need(stage.n_examples > 0, f"config key {name}.n_examples must be above 0")
+            need(
+                stage.steps > 0 or bool(stage.match_tokens_of),
+                f"config key {name}.steps must be above 0",
+            )
+            need(
+                stage.patience == 0 or stage.eval_every > 0,
+                f"config key {name}.patience needs {name}.eval_every above 0",
+            )
+    for section, keys in {
+        "engine": ("rows", "cache_tokens", "prefill_chunk", "tokens_per_call"),
+        "episode": ("max_turns", "max_turn_tokens", "max_tokens"),
+        "agent": ("tasks_per_step", "group_size"),
+        "speculator": ("tasks_per_step", "prefixes_per_step", "group_size", "max_tokens"),
+        "pack": ("row_tokens", "rows_per_batch"),
+        "checkpoint": ("every", "keep"),
+    }.items():
+        for key in keys:
+            value = getattr(getattr(s, section), key)
+            need(value > 0, f"config key {section}.{key} must be above 0, got {value}")
+    need(s.engine.speculator_rows >= 2, "config key engine.speculator_rows must be at least 2")
+    longest = s.episode.max_tokens + s.speculator.max_tokens
+    need(
+        longest <= s.engine.cache_tokens,
+        f"config key engine.cache_tokens={s.engine.cache_tokens} is below episode.max_tokens="
+        f"{s.episode.max_tokens} + speculator.max_tokens={s.speculator.max_tokens}",
+    )
+    need(
+        s.episode.max_tokens <= s.pack.row_tokens,
+        f"config key pack.row_tokens={s.pack.row_tokens} is below episode.max_tokens="
+        f"{s.episode.max_tokens}",
+    )
+    need(
+        s.schedule.agent_steps + s.schedule.speculator_steps > 0,
+        "config keys schedule.agent_steps and schedule.speculator_steps are both 0",
+    )
+    if "hotpot" in s.world.names:
+        for key in ("corpus", "questions", "trajectories"):
+            need(bool(getattr(s.world, key)), f"config key world.{key} is empty; hotpot reads it")

@@ -1,0 +1,1 @@
+"""Worlds with their tools and rewards, and the plain episode loop."""

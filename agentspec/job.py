@@ -1,0 +1,146 @@
+"""Sets up what every entry point needs from typed settings: tokenizer, chat, model, worlds.
+
+In: ``Settings``. Out: a ``Job``, whose parts know nothing of the config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from agentspec import rng
+from agentspec.configuration import Settings
+from agentspec.envs import lookup, storefront
+from agentspec.envs.base import WorldSource
+from agentspec.envs.episode import EpisodeLimits
+from agentspec.model.config import ModelConfig
+from agentspec.model.transformer import LanguageModel
+from agentspec.model.weights import load_model
+from agentspec.rollout.engine import Engine
+from agentspec.tokens.chat import Chat
+from agentspec.tokens.tokenizer import Tokenizer, build_word_tokenizer, load_tokenizer
+from agentspec.types import SamplingParams, Task, ToolSpec
+
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One job's parts. ``initial_params`` makes the weights that stage ``base`` begins with."""
+
+    settings: Settings
+    tokenizer: Tokenizer
+    chat: Chat
+    model: LanguageModel
+    worlds: dict[str, WorldSource]
+    loaded_params: Params | None
+
+    def initial_params(self) -> Params:
+        """The loaded weights, or fresh ones drawn from the job's seed."""
+        if self.loaded_params is not None:
+            return self.loaded_params
+        return self.model.init(jax.random.key(rng.stream(self.settings.seed, "init")))
+
+    def engine(self, params: Params, version: int = 0) -> Engine:
+        """A sampling engine over ``params`` with the configured shapes."""
+        e = self.settings.engine
+        engine = Engine(
+            self.model,
+            params,
+            rows=e.rows,
+            speculator_rows=e.speculator_rows,
+            cache_tokens=e.cache_tokens,
+            prefill_chunk=e.prefill_chunk,
+            tokens_per_call=e.tokens_per_call,
+        )
+        engine.load(params, version)
+        return engine
+
+    def tasks(self, split: str) -> list[Task]:
+        """All worlds' tasks of a split, world by world."""
+        return [task for world in self.worlds.values() for task in world.tasks(split)]
+
+    def specs(self, world: str) -> dict[str, ToolSpec]:
+        """The declared tools of a world, by name."""
+        return {spec.name: spec for spec in self.worlds[world].specs}
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        """The configured limits of an episode."""
+        e = self.settings.episode
+        return EpisodeLimits(
+            max_turns=e.max_turns, max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens
+        )
+
+    def agent_sampling(self, temperature: float) -> SamplingParams:
+        """How agent turns are sampled."""
+        return SamplingParams(
+            temperature, self.settings.episode.max_turn_tokens, self.chat.stop_ids
+        )
+
+    def speculator_sampling(self, temperature: float) -> SamplingParams:
+        """How predictions are sampled."""
+        return SamplingParams(temperature, self.settings.speculator.max_tokens, self.chat.stop_ids)
+
+
+def build_job(settings: Settings) -> Job:
+    """The job of these settings; reads the model's and the worlds' files."""
+    worlds = {name: _world(name, settings) for name in settings.world.names}
+    m = settings.model
+    if m.path:
+        tokenizer = load_tokenizer(m.path)
+        loaded = load_model(m.path, dtype=m.dtype)
+        config = dataclasses.replace(loaded.config, remat=m.remat)
+        model, loaded_params = LanguageModel(config), loaded.params
+    else:
+        pieces = [piece for world in worlds.values() for piece in world.pieces()]
+        glue = settings.chat.suffix.split(" ")
+        pieces += [word if i == 0 else " " + word for i, word in enumerate(glue)]
+        tokenizer = build_word_tokenizer(list(dict.fromkeys(pieces)))
+        config = ModelConfig(
+            vocab_size=tokenizer.vocab_size,
+            d_model=m.d_model,
+            n_layers=m.n_layers,
+            n_heads=m.n_heads,
+            n_kv_heads=m.n_kv_heads,
+            head_dim=m.head_dim,
+            d_ff=m.d_ff,
+            rope_theta=m.rope_theta,
+            tie_embeddings=True,
+            qk_norm=True,
+            dtype=m.dtype,
+            remat=m.remat,
+        )
+        model, loaded_params = LanguageModel(config), None
+    c = settings.chat
+    chat = Chat(
+        tokenizer,
+        style=c.style,
+        tools_in_prompt=c.tools_in_prompt,
+        system=c.system or None,
+        think=c.think,
+        suffix=c.suffix,
+    )
+    return Job(settings, tokenizer, chat, model, worlds, loaded_params)
+
+
+def _world(name: str, settings: Settings) -> WorldSource:
+    w = settings.world
+    if name == "lookup":
+        return lookup.build_world(w.seed)
+    if name == "storefront":
+        return storefront.build_world(w.seed)
+    from agentspec.envs import hotpot  # reads the ``search`` extra
+
+    return hotpot.load_hotpot(
+        w.corpus,
+        w.questions,
+        w.trajectories,
+        seed=w.seed,
+        n_test=w.n_test,
+        n_validation=w.n_validation,
+        search_chars=w.search_chars,
+        read_chars=w.read_chars,
+    )

@@ -1,0 +1,1 @@
+"""Pure losses: group advantages, clipped policy loss, SFT, and how tokens are averaged."""

@@ -1,0 +1,107 @@
+"""Device mesh and the one table from logical to mesh axes.
+
+In: how many devices for ``data``, ``fsdp`` and ``tensor``. Out: a ``Mesh`` and the ``NamedSharding``
+of every parameter and batch. Parameters declare their logical axes once, where they are made
+(``model.transformer``); nothing else in the code names a mesh axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+LOGICAL_AXES: Mapping[str, str | None] = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "ffn": "tensor",
+    "width": "fsdp",
+    "head_size": None,
+    "scale": None,  # norm weights: small, on every device
+}
+BATCH_AXES = ("data", "fsdp")  # rows of a batch are cut over both
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Returns a mesh of shape (data, fsdp, tensor).
+
+    Raises:
+        ValueError: where the three do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = (data, fsdp, tensor)
+    if min(shape) < 1 or math.prod(shape) != len(devices):
+        raise ValueError(
+            f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {math.prod(shape)} devices, "
+            f"got {len(devices)}"
+        )
+    return Mesh(np.asarray(devices, dtype=object).reshape(shape), MESH_AXES)
+
+
+def partition(axes: Sequence[str], shape: Sequence[int], mesh: Mesh, name: str) -> PartitionSpec:
+    """Returns the spec of one array with logical ``axes`` and ``shape``; ``name`` is for errors.
+
+    Raises:
+        ValueError: for an unknown logical axis, a mesh axis used twice, or a mesh axis that does
+            not divide its dimension.
+    """
+    if len(axes) != len(shape):
+        raise ValueError(f"{name}: {len(axes)} logical axes {tuple(axes)} for shape {tuple(shape)}")
+    spec: list[str | None] = []
+    for axis, size in zip(axes, shape, strict=True):
+        if axis not in LOGICAL_AXES:
+            raise ValueError(
+                f"{name}: unknown logical axis {axis!r}, allowed: {', '.join(LOGICAL_AXES)}"
+            )
+        mesh_axis = LOGICAL_AXES[axis]
+        if mesh_axis is not None:
+            if mesh_axis in spec:
+                raise ValueError(f"{name}: axes {tuple(axes)} use mesh axis {mesh_axis!r} twice")
+            if size % mesh.shape[mesh_axis]:
+                raise ValueError(
+                    f"{name}: dimension {axis!r} of size {size} is not divisible by mesh axis "
+                    f"{mesh_axis!r} of size {mesh.shape[mesh_axis]}"
+                )
+        spec.append(mesh_axis)
+    return PartitionSpec(*spec)
+
+
+def param_shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
+    """Returns the tree of ``NamedSharding`` for ``shapes``, a tree of arrays or of their structs.
+
+    ``axes`` is a tree of the same form whose leaves are tuples of logical axes.
+    """
+
+    def one(path: Any, axes_leaf: tuple[str, ...], array: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return NamedSharding(mesh, partition(axes_leaf, array.shape, mesh, name))
+
+    return jax.tree_util.tree_map_with_path(
+        one, axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
+    """Returns the sharding of a batch of ``rows`` rows, cut over ``data`` and ``fsdp``.
+
+    Raises:
+        ValueError: where the devices of those axes do not divide ``rows``.
+    """
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if rows % ways:
+        raise ValueError(f"{rows} rows a batch are not divisible by data x fsdp = {ways} devices")
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding that keeps a whole copy on every device of the mesh."""
+    return NamedSharding(mesh, PartitionSpec())

@@ -1,0 +1,1 @@
+"""The decoder-only transformer (Flax NNX) and its weights: Hugging Face or GGUF in, HF out."""

@@ -1,0 +1,97 @@
+"""Entry point: prints a run's table and writes its report.html, which needs no network.
+
+In: ``--workdir`` (one run, or several of the same config with other seeds) holding what
+``train`` and ``evaluate`` wrote. Out: the table in the terminal (with several runs mean and range)
+and one HTML file with it, the curves, the crossing of agents and speculators, and a timeline.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from agentspec.report_data import COLUMNS, ReportError, Run, Summary, cell, read_run, summarise
+from agentspec.report_page import render
+
+_WORKDIR = flags.DEFINE_multi_string(
+    "workdir",
+    None,
+    "Directory of a run: metrics.jsonl from train, results.json from evaluate. Repeat it for runs "
+    "of other seeds: the tables then show mean and range.",
+)
+_OUT = flags.DEFINE_string(
+    "out",
+    None,
+    "Where the page goes. Default: report.html in the work directory, or in the directory that "
+    "all work directories share.",
+)
+
+
+def write_report(workdirs: Sequence[str | Path], out: str | Path | None = None) -> list[Run]:
+    """Writes the page and returns the runs read; raises ``ReportError`` for what cannot be read."""
+    runs = [read_run(Path(workdir)) for workdir in workdirs]
+    path = Path(out) if out else default_out([Path(workdir) for workdir in workdirs])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(runs), encoding="utf-8")
+    return runs
+
+
+def default_out(workdirs: Sequence[Path]) -> Path:
+    """report.html in the only work directory, or in the nearest one above all of them."""
+    if len(workdirs) == 1:
+        return workdirs[0] / "report.html"
+    return Path(os.path.commonpath([p.resolve() for p in workdirs])) / "report.html"
+
+
+def tables(summaries: Sequence[Summary]) -> list[Table]:
+    """One terminal table per world and temperature."""
+    found: dict[tuple[str, float], Table] = {}
+    for summary in summaries:
+        key = (summary.world, summary.temperature)
+        if key not in found:
+            found[key] = table = Table(title=f"{key[0]}, agent at temperature {key[1]:g}")
+            table.add_column("row")
+            for column in COLUMNS:
+                unit = " (s)" if column.kind == "s" else ""
+                table.add_column(column.title + unit, justify="right")
+        cells = [cell(summary.values.get(c.key), c.kind) for c in COLUMNS]
+        found[key].add_row(summary.row, *cells)
+    return list(found.values())
+
+
+def print_tables(runs: Sequence[Run], console: Console) -> None:
+    """Prints the tables, or says that the evaluation has not been run."""
+    shown = tables(summarise(runs))
+    for table in shown:
+        console.print(table)
+    if not shown:
+        console.print("no results.json yet: the page shows the training curves only")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads ``--workdir``, prints, writes."""
+    if len(argv) > 1:
+        raise app.UsageError(
+            f"unexpected arguments {list(argv[1:])}; work directories go to --workdir=DIR"
+        )
+    workdirs = _WORKDIR.value
+    out = Path(_OUT.value) if _OUT.value else default_out([Path(w) for w in workdirs])
+    try:
+        runs = write_report(workdirs, out)
+    except ReportError as error:
+        sys.exit(f"error: {error}")
+    # Outside a terminal (a log file, a pipe) rich would squeeze the table into 80 columns.
+    width = None if sys.stdout.isatty() else 160
+    print_tables(runs, Console(width=width))
+    print(f"report: {out.resolve()}")
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("workdir")
+    app.run(main)

@@ -1,0 +1,1 @@
+"""Pure scoring of predicted calls and of final answers; no model, no clock."""

@@ -1,0 +1,1 @@
+"""Sampling many sequences on one device: handles that extend, fork, rewind and sample."""

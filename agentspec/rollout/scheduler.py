@@ -1,0 +1,294 @@
+"""Who sits in which cache row and what the device does next. Pure host logic: no JAX, no asyncio.
+
+In: tracks (sequences as the scheduler sees them) and requests to sample. Out: a ``Plan`` for one
+pool: waves of row copies and prefills, then one decode call over all rows of the pool.
+
+A fork is lazy: the child names its parent and how many of the parent's ids it shares, and copies
+the parent's row when it first samples. Until then the parent's row stays, closed or not. A parent
+that has no row yet is prefilled once and then copied. Agent tracks never descend from speculator
+tracks, so agent rows never wait for speculator rows; a speculator parent is given a row only
+together with its child, so at least one row is left for children to go through.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+from agentspec.types import Mode, SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Pool:
+    """Cache rows of one mode, and the requests that use or await them."""
+
+    mode: Mode
+    n_rows: int
+    evicts: bool  # may take the row of an idle, finished track when short of rows
+    free: list[int] = dataclasses.field(default_factory=list)
+    queue: list[Request] = dataclasses.field(default_factory=list)  # first in, first out
+    active: list[Request] = dataclasses.field(default_factory=list)
+    seated: list[Track] = dataclasses.field(default_factory=list)  # have a row; oldest first
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.n_rows))
+
+
+@dataclasses.dataclass(eq=False)
+class Track:
+    """One sequence: host-side ids, and which of them the cache holds."""
+
+    pool: Pool
+    ids: list[int]
+    seed: int
+    parent: Track | None = None  # whose row holds our first ids until we have a row of our own
+    shared: int = 0  # how many ids to take over from the parent's row
+    cached: int = 0  # how many ids our own row holds; at most len(ids) - 1
+    row: int | None = None
+    fresh: int = 0  # ids appended since the last sample, inherited ones included
+    waiting: list[Track] = dataclasses.field(default_factory=list)  # children yet to copy
+    request: Request | None = None
+    closed: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One ``sample``: what to draw, how far it has come, and whom to tell."""
+
+    track: Track
+    params: SamplingParams
+    budget: int
+    future: Any
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logps: list[float] = dataclasses.field(default_factory=list)
+    entropies: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """Copy row ``source_row`` of one pool over ``target_row`` of another or the same."""
+
+    source: Pool
+    source_row: int
+    target: Pool
+    target_row: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """Put ``ids`` into a row from position ``start`` on."""
+
+    pool: Pool
+    row: int
+    start: int
+    ids: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Wave:
+    """Device work whose parts do not depend on each other: first the copies, then the prefills."""
+
+    copies: list[Copy] = dataclasses.field(default_factory=list)
+    prefills: list[Prefill] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Plan:
+    """Work for the device: the waves in order, then a decode call for ``requests``."""
+
+    pool: Pool
+    waves: list[Wave] = dataclasses.field(default_factory=list)
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    ready: dict[Track, int] = dataclasses.field(default_factory=dict)  # wave that fills its row
+    sources: set[Track] = dataclasses.field(default_factory=set)  # rows that copies read
+    vacated: list[tuple[Pool, int]] = dataclasses.field(default_factory=list)
+
+    def wave(self, index: int) -> Wave:
+        """The wave of that index, made when needed."""
+        while len(self.waves) <= index:
+            self.waves.append(Wave())
+        return self.waves[index]
+
+
+class Scheduler:
+    """Rows, queues and lineage of the two pools."""
+
+    def __init__(self, rows: int, speculator_rows: int) -> None:
+        """Makes the pools; ValueError for row counts that could never serve a request."""
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, got {rows}")
+        if speculator_rows == 1 or speculator_rows < 0:
+            raise ValueError(
+                f"speculator_rows must be 0 (no speculator) or at least 2, got {speculator_rows}: "
+                "a suffix that is shared by several candidates needs a row beside theirs"
+            )
+        self.pools: dict[Mode, Pool] = {
+            "agent": Pool("agent", rows, evicts=False),
+            "speculator": Pool("speculator", speculator_rows, evicts=True),
+        }
+
+    def fork(self, parent: Track, pool: Pool, seed: int) -> Track:
+        """A child that shares all of the parent's ids but the last, which it feeds itself."""
+        if pool.mode == "agent" and parent.pool.mode == "speculator":
+            raise ValueError("a speculator sequence cannot be forked in mode 'agent'")
+        child = Track(pool, list(parent.ids), seed, fresh=parent.fresh)
+        if len(parent.ids) > 1:
+            child.parent, child.shared = parent, len(parent.ids) - 1
+            parent.waiting.append(child)
+        return child
+
+    def rewind(self, track: Track, length: int) -> None:
+        """Cuts the track to its first ``length`` ids; children keep theirs, and share less."""
+        kept = max(length - 1, 0)
+        track.fresh = max(0, track.fresh - (len(track.ids) - length))
+        del track.ids[length:]
+        track.cached, track.shared = min(track.cached, kept), min(track.shared, kept)
+        for child in track.waiting:
+            child.shared = min(child.shared, kept)
+
+    def close(self, track: Track) -> None:
+        """Ends a track: its row goes when no child waits for it."""
+        track.closed = True
+        if track.request is not None:
+            self.withdraw(track.request)
+        self._leave(track, None)
+
+    def withdraw(self, request: Request) -> None:
+        """Takes a request out of its queue or out of the running batch."""
+        pool = request.track.pool
+        for requests in (pool.queue, pool.active):
+            if request in requests:
+                requests.remove(request)
+
+    def seated(self) -> list[Track]:
+        """All tracks that hold a row."""
+        return [track for pool in self.pools.values() for track in pool.seated]
+
+    def plan(self, pool: Pool) -> Plan | None:
+        """Seats queued requests as rows allow and returns the pool's next work; None: nothing.
+
+        First in, first out, but a request that needs fewer rows (its parent has one already) may
+        go before one that needs more: without that, parents could hold all rows for ever.
+        """
+        plan = Plan(pool)
+        for request in list(pool.queue):
+            if self._seat(request.track, plan):
+                pool.queue.remove(request)
+                pool.active.append(request)
+        for owner, row in plan.vacated:  # only now: this plan's copies still read those rows
+            owner.free.append(row)
+        plan.requests = list(pool.active)
+        return plan if plan.requests else None
+
+    def _seat(self, track: Track, plan: Plan) -> bool:
+        """Gives ``track`` a row with all its ids but the last; False when rows are short."""
+        lineage = [track]  # from the track up to the first ancestor that has a row
+        while lineage[-1].row is None:
+            self._skip_spent_parents(lineage[-1])
+            parent = lineage[-1].parent
+            if parent is None:
+                break
+            lineage.append(parent)
+        needed = collections.Counter(t.pool for t in lineage if t.row is None)
+        heir = lineage[-2] if len(lineage) > 1 else None
+        if heir is not None and _inherits(heir):
+            needed[heir.pool] -= 1
+        for pool, n_rows in needed.items():
+            if not self._make_room(pool, n_rows, plan, keep=lineage):
+                return False
+        for ancestor in reversed(lineage):
+            self._fill(ancestor, plan)
+        return True
+
+    def _skip_spent_parents(self, track: Track) -> None:
+        """A closed parent without a row that has no other child is not worth a row."""
+        while (parent := track.parent) is not None:
+            if not parent.closed or parent.row is not None or len(parent.waiting) > 1:
+                return
+            parent.waiting.remove(track)
+            track.parent, track.shared = parent.parent, min(track.shared, parent.shared)
+            if parent.parent is not None:
+                parent.parent.waiting[parent.parent.waiting.index(parent)] = track
+                parent.parent = None
+
+    def _make_room(self, pool: Pool, n_rows: int, plan: Plan, keep: list[Track]) -> bool:
+        """Whether ``n_rows`` are free, after turning idle tracks out where the pool may."""
+        if len(pool.free) >= n_rows:
+            return True
+        idle = [
+            track
+            for track in pool.seated
+            if pool.evicts
+            and track.request is None
+            and not (track.waiting or track in keep or track in plan.sources or track in plan.ready)
+        ]
+        missing = n_rows - len(pool.free)
+        if len(idle) < missing:
+            return False
+        for track in idle[:missing]:
+            assert track.row is not None
+            pool.free.append(track.row)
+            pool.seated.remove(track)
+            track.row, track.cached = None, 0
+        return True
+
+    def _fill(self, track: Track, plan: Plan) -> None:
+        """Plans the copy and the prefill after which the row holds all ids but the last."""
+        wave = plan.ready.get(track, 0)
+        if track.row is None:
+            parent = track.parent
+            if parent is not None and _inherits(track):
+                track.row, track.cached = parent.row, min(parent.cached, track.shared)
+                parent.pool.seated.remove(parent)
+                parent.row = None
+                wave = len(plan.waves)  # after every copy that reads this row
+                parent.waiting.remove(track)
+                track.parent = None
+            else:
+                track.row = track.pool.free.pop(0)
+                if parent is not None:
+                    assert parent.row is not None
+                    wave = plan.ready[parent] + 1 if parent in plan.ready else 0
+                    plan.wave(wave).copies.append(
+                        Copy(parent.pool, parent.row, track.pool, track.row)
+                    )
+                    track.cached = track.shared
+                    plan.sources.add(parent)
+                    plan.ready[track] = wave
+                    self._leave(track, plan)
+            track.pool.seated.append(track)
+        target = len(track.ids) - 1
+        if track.cached < target and track.request not in track.pool.active:
+            ids = tuple(track.ids[track.cached : target])
+            plan.wave(wave).prefills.append(Prefill(track.pool, track.row, track.cached, ids))
+            plan.ready[track] = wave
+            track.cached = target
+
+    def _leave(self, track: Track, plan: Plan | None) -> None:
+        """Ends the tie to the parent if there is one to end, and frees what nobody needs."""
+        if not track.waiting and track.closed and track.row is not None:
+            track.pool.seated.remove(track)
+            if plan is None:
+                track.pool.free.append(track.row)
+            else:
+                plan.vacated.append((track.pool, track.row))
+            track.row, track.cached = None, 0
+        gone = track.closed and not track.waiting
+        parent = track.parent
+        if parent is not None and (gone or track.row is not None):
+            parent.waiting.remove(track)
+            track.parent = None
+            self._leave(parent, plan)
+
+
+def _inherits(track: Track) -> bool:
+    """Whether the track takes its closed parent's row over, being the last child to want it."""
+    parent = track.parent
+    return (
+        parent is not None
+        and parent.closed
+        and parent.row is not None
+        and parent.pool is track.pool
+        and len(parent.waiting) == 1
+    )

@@ -1,0 +1,1 @@
+"""Who predicts the next call: one module per kind of speculator."""

@@ -1,0 +1,1 @@
+"""Text to ids and back: tokenizer, append-only chat rendering, call parsing, packed batches."""

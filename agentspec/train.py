@@ -1,0 +1,127 @@
+"""Trains all stages of a job: imitation first, then joint agent-speculator RL (Algorithm 1).
+
+    python -m agentspec.train --config=configs/tiny.py --workdir=DIR [--config.x=y]
+
+Running it again on the same workdir goes on where it stopped; a run that was killed ends with the
+same parameters, bit for bit, as one that was not.
+
+Deviations from the paper, each a config key: cut at the turn's start [speculation.cut]; uniform
+groups leave the denominator [loss.drop_uniform_groups]; equal prefixes share a group
+[speculator.merge_equal_prefixes]; speculator updates sample fresh episodes of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from agentspec import collect, scoring
+from agentspec.configuration import Settings, settings_from
+from agentspec.imitate import run_imitation
+from agentspec.job import Job, build_job
+from agentspec.metrics import CollapseMonitor, Writer
+from agentspec.phases import Schedule
+from agentspec.progress import StageProgress, say
+from agentspec.stage import Stage, open_stage
+from agentspec.tasks.stream import TaskStream
+from agentspec.tokens.pack import pack
+from agentspec.workdir import claim
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of checkpoints and metrics; resumed.")
+
+
+def train(settings: Settings, workdir: Path) -> None:
+    """Runs every stage of ``settings.stages`` that ``workdir`` does not hold finished already."""
+    claim(workdir, settings)
+    job = build_job(settings)
+    for name, world in job.worlds.items():
+        report = getattr(world, "report", None)
+        if report is not None:
+            say(f"[{name}] {report()}")
+    for name in settings.stages:
+        with open_stage(job, workdir, name) as stage:
+            if stage.done:
+                say(f"[{name}] finished before, at step {stage.step}")
+                continue
+            runner = run_rl if stage.settings.kind == "rl" else run_imitation
+            runner(job, stage, Writer(workdir / "metrics.jsonl", stage=name, step=stage.step))
+            stage.finish()
+
+
+def run_rl(job: Job, stage: Stage, writer: Writer) -> None:
+    """Joint agent-speculator GRPO; the numbers are the lines of Algorithm 1."""
+    s = job.settings
+    phases = Schedule(s.schedule.agent_steps, s.schedule.speculator_steps)
+    stream = TaskStream(_training_tasks(job), seed=s.seed)
+    update = stage.make_update("policy")
+    engine = job.engine(stage.state.params, version=stage.step)
+    frozen = (
+        job.engine(stage.start_params()) if s.speculator.targets == "frozen_sft" else None
+    )
+    monitor = CollapseMonitor()
+    writer.replay(monitor.observe)
+    total = stage.settings.steps
+    with StageProgress(stage.name, stage.step, total) as progress:
+        for step in range(stage.step, total):
+            began_s = time.monotonic()
+            phase = phases.at(step)  # 1
+            if phase.switched and s.schedule.reset:
+                stage.state = stage.optimizer.reset(stage.state)  # 2
+            rows, numbers = _collect_and_score(job, engine, frozen, stream, stage, phase.mode)  # 3-4
+            collected_s = time.monotonic() - began_s
+            batches = pack(rows, s.pack.row_tokens, s.pack.rows_per_batch)  # 5
+            stage.state, update_numbers = update(stage.state, batches)  # 6
+            engine.load(stage.state.params, version=step + 1)  # 7
+            numbers |= update_numbers
+            stage.count(step + 1, sum(row.n_tokens for row in rows))
+            numbers["collect_s"] = collected_s
+            numbers["step_s"] = time.monotonic() - began_s
+            writer.write(step, phase.mode, numbers)  # 8
+            for warning in monitor.observe({"step": step, "phase": phase.mode, **numbers}):
+                say(f"[{stage.name}] warning: {warning}")
+            stage.save_when_due()
+            progress.show(step + 1, phase.mode, numbers, last=step + 1 == total)
+
+
+def _collect_and_score(
+    job: Job, engine: Any, frozen: Any, stream: TaskStream, stage: Stage, mode: str
+) -> tuple[list, dict[str, float]]:
+    s = job.settings
+    n = s.agent.tasks_per_step if mode == "agent" else s.speculator.tasks_per_step
+    tasks = stream.batch(stage.next_task, n)
+    stage.next_task += n
+    if mode == "agent":
+        groups = collect.agent_groups(job, engine, tasks, stage.step)
+        return scoring.agent_rows(job, groups)
+    episodes = collect.speculator_episodes(job, frozen or engine, tasks, stage.step)
+    if frozen is not None:  # the frozen agent's calls, the present speculator's predictions
+        sampling = job.speculator_sampling(s.speculator.temperature)
+        episodes = collect.predict(job, engine, episodes, sampling, s.speculator.group_size)
+    return scoring.speculator_rows(job, episodes)
+
+
+def _training_tasks(job: Job) -> list:
+    return [task for task in job.tasks("train") if not task.data.get("vacuous")]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Entry point."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; settings are --config.key=value")
+    train(settings_from(_CONFIG.value), Path(_WORKDIR.value))
+
+
+def run() -> None:
+    """Console entry: ``--help`` shows this module's text and the flags."""
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()

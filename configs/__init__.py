@@ -1,0 +1,1 @@
+"""One file per experiment; each is its record: command, hardware, figures to expect."""

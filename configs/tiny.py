@@ -1,0 +1,39 @@
+"""The embedded default: a 0.3M-parameter model learns two toy worlds on a laptop CPU.
+
+    bash launch/local.sh            (or: bash launch/local.sh configs/tiny.py --config.seed=1)
+
+Hardware: 2 CPU cores. Figures to expect: README. ``--config=configs/tiny.py:smoke`` is the same
+job in a minute or two, too short to learn anything; the tests use it.
+"""
+
+from configs import common
+
+
+def get_config(variant: str = ""):
+    """The config; ``variant`` is empty or ``smoke``."""
+    config = common.base()
+    config.name = "tiny"
+    config.chat.suffix = "next call ?"
+    config.base.update(dict(steps=450, lr=3e-3, decay="cosine", warmup_steps=40, n_examples=4000))
+    sft = dict(start="base", lr=5e-4, warmup_steps=5, n_examples=400)
+    config.sft_light.update(sft | dict(steps=20, n_examples=32))
+    config.sft.update(sft | dict(steps=300, eval_every=20, patience=3))
+    config.joint.update(dict(start="sft", steps=120, lr=1e-4))
+    config.sft_more.update(dict(start="sft", lr=1e-4, n_examples=400, match_tokens_of="joint"))
+    if variant == "smoke":
+        config.model.update(dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16))
+        config.model.d_ff = 64
+        config.engine.update(dict(rows=8, speculator_rows=8))
+        for stage, steps in dict(base=4, sft_light=2, sft=4).items():
+            config[stage].update(dict(steps=steps, n_examples=16, rows_per_step=8, eval_every=0))
+            config[stage].patience = 0
+        config.sft_more.update(dict(n_examples=16, rows_per_step=8))
+        config.joint.steps = 6
+        config.schedule.update(dict(agent_steps=1, speculator_steps=2))
+        config.agent.update(dict(tasks_per_step=2, group_size=4))
+        config.speculator.update(dict(tasks_per_step=4, prefixes_per_step=4, group_size=4))
+        config.evaluate.tasks_per_world = 4
+        config.checkpoint.every = 2
+    elif variant:
+        raise ValueError(f"configs/tiny.py has no variant {variant!r}; known: smoke")
+    return config
