@@ -28,6 +28,7 @@ setup(
         "jsonschema>=4.23,<5",
         "rich>=14,<16",
         "absl-py>=2.1,<3",
+        "etils>=1.12,<2",
     ],
     extras_require={
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],

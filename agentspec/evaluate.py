@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from agentspec import collect, rng
@@ -278,6 +278,7 @@ def evaluate_checkpoint(settings: Settings, agent: str, speculator: str | None) 
 
 def main(argv: Sequence[str]) -> None:
     """Entry point."""
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; settings are --config.key=value")
     if bool(_WORKDIR.value) == bool(_CHECKPOINT.value):

@@ -40,8 +40,9 @@ def run_imitation(job: Job, stage: Stage, writer: Writer) -> None:
             stage.count(stage.step + 1, sum(row.n_tokens for row in drawn))
             done = float(stage.tokens if budget else stage.step)
             if c.eval_every and stage.step % c.eval_every == 0:
-                numbers |= held_out(job, stage)
-                stage.look(numbers["hit_at_1"], c.patience)
+                seen = held_out(job, stage)
+                numbers |= {f"eval_{k}": seen[k] for k in ("hit_at_1", "success")}
+                stage.look(seen["hit_at_1"], c.patience)
             numbers["step_s"] = time.monotonic() - began_s
             writer.write(stage.step - 1, c.kind, numbers)
             stage.save_when_due()
@@ -54,11 +55,11 @@ def imitation_examples(job: Job, name: str) -> list[TreeRow]:
     """The stage's training rows. SFT keeps successful episodes only; pretraining imitates all."""
     c = job.settings.stage(name)
     tasks = [task for world in job.worlds.values() for task in world.expert_tasks()]
-    random.Random(rng.stream(job.settings.seed, "expert_tasks", c.kind == "sft")).shuffle(tasks)
+    random.Random(rng.stream(job.settings.seed, "expert_tasks", c.kind)).shuffle(tasks)
     while len(tasks) < c.n_examples:  # more episodes than tasks: experts vary by seed
         tasks = tasks + tasks
     episodes = collect.expert_episodes(
-        job, tasks[: c.n_examples], rng.stream(job.settings.seed, "experts", c.kind == "sft")
+        job, tasks[: c.n_examples], rng.stream(job.settings.seed, "experts", c.kind)
     )
     kept = [t for t in episodes if c.kind == "pretrain" or t.score.success]
     say(

@@ -1,8 +1,8 @@
 """Device mesh and the one table from logical to mesh axes.
 
-In: how many devices for ``data``, ``fsdp`` and ``tensor``. Out: a ``Mesh`` and the ``NamedSharding``
-of every parameter and batch. Parameters declare their logical axes once, where they are made
-(``model.transformer``); nothing else in the code names a mesh axis.
+In: how many devices for ``data``, ``fsdp`` and ``tensor``. Out: a ``Mesh``, and ``NamedSharding``s
+of parameters and batches. Parameters declare their logical axes once, where they are made
+(``model.layers``); nothing else in the code names a mesh axis.
 """
 
 from __future__ import annotations

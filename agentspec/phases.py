@@ -1,4 +1,4 @@
-"""Who trains next: blocks of agent updates, then blocks of speculator updates (Algorithm 1, line 1).
+"""Who trains next: blocks of agent, then of speculator updates (Algorithm 1, line 1).
 
 The paper's default is 4 agent updates, then 8 speculator updates; both kinds count as steps.
 """

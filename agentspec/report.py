@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -55,12 +56,19 @@ def tables(summaries: Sequence[Summary]) -> list[Table]:
     for summary in summaries:
         key = (summary.world, summary.temperature)
         if key not in found:
-            found[key] = table = Table(title=f"{key[0]}, agent at temperature {key[1]:g}")
-            table.add_column("row")
+            found[key] = table = Table(
+                title=f"{key[0]}, agent at temperature {key[1]:g}",
+                title_justify="left",
+                box=box.SIMPLE_HEAD,
+                pad_edge=False,
+                padding=(0, 1),
+                collapse_padding=True,
+            )
+            table.add_column("row", no_wrap=True)
             for column in COLUMNS:
-                unit = " (s)" if column.kind == "s" else ""
-                table.add_column(column.title + unit, justify="right")
-        cells = [cell(summary.values.get(c.key), c.kind) for c in COLUMNS]
+                table.add_column(column.short, justify="right", overflow="fold")
+        texts = [cell(summary.values.get(c.key), c.kind) for c in COLUMNS]
+        cells = [f"{mean}\n{both}" if both else mean for mean, both in texts]
         found[key].add_row(summary.row, *cells)
     return list(found.values())
 
@@ -87,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     except ReportError as error:
         sys.exit(f"error: {error}")
     # Outside a terminal (a log file, a pipe) rich would squeeze the table into 80 columns.
-    width = None if sys.stdout.isatty() else 160
+    width = None if sys.stdout.isatty() else 130
     print_tables(runs, Console(width=width))
     print(f"report: {out.resolve()}")
 

@@ -24,7 +24,7 @@ def curve(records: Sequence[dict[str, Any]], key: str) -> str:
     points = _points(records, key)
     if not points:
         return ""
-    steps = [record["step"] for record in records]
+    steps = [int(record["step"]) for record in records]
     low_x, high_x = min(steps), max(max(steps), min(steps) + 1)
     ticks = nice_ticks(min(v for _, v, _ in points), max(v for _, v, _ in points))
     low_y, high_y = ticks[0], ticks[-1]
@@ -46,11 +46,11 @@ def curve(records: Sequence[dict[str, Any]], key: str) -> str:
         parts.append(
             f'<line class="grid" x1="{_LEFT}" x2="{_W - _RIGHT}" y1="{y(tick):.1f}" '
             f'y2="{y(tick):.1f}"/><text class="axis" x="{_LEFT - 5}" y="{y(tick) + 3.5:.1f}" '
-            f'text-anchor="end">{tick:.6g}</text>'
+            f'text-anchor="end">{tick:.4g}</text>'
         )
-    for step, anchor in ((low_x, "start"), (high_x, "end")):
+    for end, anchor in ((low_x, "start"), (high_x, "end")):
         parts.append(
-            f'<text class="axis" x="{x(step):.1f}" y="{_H - 6}" text-anchor="{anchor}">{step}</text>'
+            f'<text class="axis" x="{x(end):.1f}" y="{_H - 6}" text-anchor="{anchor}">{end}</text>'
         )
     path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value, _ in points)
     smooth = running_mean([value for _, value, _ in points])
@@ -129,7 +129,7 @@ def nice_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
-    return [round(i * size, 12) for i in range(first, last + 1)]
+    return [float(f"{i * size:.12g}") for i in range(first, last + 1)]
 
 
 def timeline(plain: Sequence[dict[str, Any]], speculated: Sequence[dict[str, Any]]) -> str:
@@ -152,17 +152,15 @@ def timeline(plain: Sequence[dict[str, Any]], speculated: Sequence[dict[str, Any
             continue
         parts.append(f'<text class="lane" x="0" y="{y + 14:.0f}">{name}</text>')
         parts.append(f'<text class="lane" x="0" y="{y + 29:.0f}">speculation</text>')
-        for track in tracks:
-            parts += [_bar(event, x, y) for event in track]
-            y += _BAR + _GAP
-        y = max(y, y + (2 - len(tracks)) * (_BAR + _GAP) * 0.5)
         done = max(e["end_s"] for e in lane)
-        top = y - len(tracks) * (_BAR + _GAP)
         parts.append(
-            f'<text class="total" x="{x(done) + 6:.1f}" y="{top + 14:.0f}">'
+            f'<text class="total" x="{x(done) + 6:.1f}" y="{y + 14:.0f}">'
             f"{done - start:.2f} s</text>"
         )
-        y += 16
+        for number, track in enumerate(tracks):
+            parts += [_bar(event, x, y + number * (_BAR + _GAP)) for event in track]
+        y += max(len(tracks) * (_BAR + _GAP), 34)
+        y += 14
     axis = []
     for tick in ticks:
         axis.append(

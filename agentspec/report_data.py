@@ -19,6 +19,9 @@ ROWS = ("base", "sft_light", "sft", "sft_more", "joint")
 STAGES = ("base", "sft_light", "sft", "joint", "sft_more")
 
 
+_ROW_LISTS = ("rows", "rows_other_temperatures")
+
+
 class ReportError(ValueError):
     """A file that a report cannot be made from; the message names file and line or key."""
 
@@ -29,36 +32,38 @@ class Column:
 
     key: str
     title: str
+    short: str  # for 80 columns of a terminal
     kind: str
     meaning: str
 
 
 COLUMNS = (
-    Column("success", "Task success", "frac", "share of tasks that the agent solved"),
-    Column("hit_at_1", "Hit@1", "frac", "share of tool-calling turns predicted exactly"),
-    Column("hit_at_1_read_only", "Hit@1 read-only", "frac", "the same on calls of read-only tools"),
-    Column("parse_failure_frac", "Parse failures", "frac", "predictions that are no call"),
-    Column("self_agreement", "Self-agreement", "frac", "ceiling: two continuations, same call"),
-    Column("hit_over_agreement", "Hit@1 / ceiling", "frac", "Hit@1 over self-agreement"),
-    Column("entropy", "Entropy", "nats", "mean per token that the agent sampled"),
-    Column("serial_s", "Serial", "s", "mean time of an episode without speculation"),
-    Column("speculated_s", "Speculated", "s", "the same episodes with speculation"),
-    Column("hidden_tool_frac", "Hidden tool time", "frac", "share of tool time that was hidden"),
+    Column("success", "Task success", "task success", "frac", "share of tasks that were solved"),
+    Column("hit_at_1", "Hit@1", "Hit@1", "frac", "share of tool-calling turns predicted exactly"),
+    Column("hit_at_1_read_only", "Hit@1 read-only", "Hit@1 read-only", "frac", "read-only calls"),
+    Column("parse_failure_frac", "Parse failures", "parse fail.", "frac", "predicted no call"),
+    Column("self_agreement", "Self-agreement", "self agree", "frac", "the ceiling of Hit@1"),
+    Column("hit_over_agreement", "Hit@1 / ceiling", "Hit@1 /ceil.", "frac", "of self-agreement"),
+    Column("entropy", "Entropy", "entr. nats", "nats", "mean per token that the agent sampled"),
+    Column("serial_s", "Serial", "serial s", "s", "mean time of an episode, no speculation"),
+    Column("speculated_s", "Speculated", "spec. s", "s", "the same episodes with speculation"),
+    Column("hidden_tool_frac", "Hidden tool time", "hidden tools", "frac", "share of tool time"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One work directory. ``metrics``: stage -> records in step order, one per step."""
+    """One work directory. ``metrics``: stage -> records in step order; ``config``: key -> value."""
 
     name: str
     metrics: dict[str, list[dict[str, Any]]]
     results: dict[str, Any]
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The evaluated rows, [] before the evaluation."""
-        return list(self.results.get("rows", []))
+        """The evaluated rows of all temperatures, [] before the evaluation."""
+        return [row for key in _ROW_LISTS for row in self.results.get(key, [])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +78,14 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One table row over all runs. ``by_tool``: Hit@1 of each tool."""
+    """One table row over all runs. ``by_tool``: Hit@1 of each tool; ``n_tasks``: of each run."""
 
     row: str
     world: str
     temperature: float
     values: dict[str, Spread]
     by_tool: dict[str, Spread]
+    n_tasks: int | None = None
 
 
 def read_run(workdir: Path) -> Run:
@@ -91,7 +97,9 @@ def read_run(workdir: Path) -> Run:
         raise ReportError(f"{workdir}: holds neither metrics.jsonl nor results.json; train first")
     metrics = _read_metrics(metrics_path) if metrics_path.exists() else {}
     results = _read_results(results_path) if results_path.exists() else {}
-    return Run(str(workdir), metrics, results)
+    config_path = workdir / "config.json"
+    config = _read_object(config_path) if config_path.exists() else {}
+    return Run(str(workdir), metrics, results, config)
 
 
 def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -121,27 +129,24 @@ def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
     return {stage: [found[stage][step] for step in sorted(found[stage])] for stage in ordered}
 
 
-def _read_results(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        results = json.loads(_text(path))
+        value = json.loads(_text(path))
     except json.JSONDecodeError as error:
-        raise ReportError(
-            f"{path}:{error.lineno}: not JSON: {error.msg}, column {error.colno}"
-        ) from None
+        where = f"{path}:{error.lineno}"
+        raise ReportError(f"{where}: not JSON: {error.msg}, column {error.colno}") from None
+    if not isinstance(value, dict):
+        raise ReportError(f"{path}: the file is {_shown(value)}, an object is wanted")
+    return value
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    results = _read_object(path)
     check = _Checker(path)
-    check.kind(results, dict, "the file", "an object")
-    check.kind(results.get("rows", []), list, "rows", "a list")
-    for i, row in enumerate(results.get("rows", [])):
-        check.kind(row, dict, f"rows[{i}]", "an object")
-        check.kind(row.get("row"), str, f"rows[{i}].row", "a string")
-        check.kind(row.get("world"), str, f"rows[{i}].world", "a string")
-        check.number(row.get("temperature"), f"rows[{i}].temperature")
-        for column in COLUMNS:
-            check.number(row.get(column.key), f"rows[{i}].{column.key}", optional=True)
-        by_tool = row.get("hit_at_1_by_tool") or {}
-        check.kind(by_tool, dict, f"rows[{i}].hit_at_1_by_tool", "an object")
-        for tool, share in by_tool.items():
-            check.number(share, f"rows[{i}].hit_at_1_by_tool.{tool}", optional=True)
+    for name in _ROW_LISTS:
+        check.kind(results.get(name, []), list, name, "a list")
+        for i, row in enumerate(results.get(name, [])):
+            check.row(row, f"{name}[{i}]")
     check.crossing(results.get("crossing") or {})
     timeline = results.get("timeline") or {}
     check.kind(timeline, dict, "timeline", "an object")
@@ -149,7 +154,6 @@ def _read_results(path: Path) -> dict[str, Any]:
         check.kind(timeline.get(lane, []), list, f"timeline.{lane}", "a list")
         for i, event in enumerate(timeline.get(lane, [])):
             check.event(event, f"timeline.{lane}[{i}]")
-    assert isinstance(results, dict)
     return results
 
 
@@ -182,6 +186,18 @@ class _Checker:
         if isinstance(value, bool) or not isinstance(value, int | float):
             wanted = "a number or null" if optional else "a number"
             raise ReportError(f"{self.path}: {key} is {_shown(value)}, {wanted} is wanted")
+
+    def row(self, row: Any, key: str) -> None:
+        self.kind(row, dict, key, "an object")
+        self.kind(row.get("row"), str, f"{key}.row", "a string")
+        self.kind(row.get("world"), str, f"{key}.world", "a string")
+        self.number(row.get("temperature"), f"{key}.temperature")
+        for name in (*(column.key for column in COLUMNS), "n_tasks"):
+            self.number(row.get(name), f"{key}.{name}", optional=True)
+        by_tool = row.get("hit_at_1_by_tool") or {}
+        self.kind(by_tool, dict, f"{key}.hit_at_1_by_tool", "an object")
+        for tool, share in by_tool.items():
+            self.number(share, f"{key}.hit_at_1_by_tool.{tool}", optional=True)
 
     def crossing(self, crossing: Any) -> None:
         self.kind(crossing, dict, "crossing", "an object")
@@ -238,6 +254,7 @@ def summarise(runs: Sequence[Run]) -> list[Summary]:
                 *key,
                 values={k: s for k, s in values.items() if s is not None},
                 by_tool={k: s for k, s in by_tool.items() if s is not None},
+                n_tasks=rows[0].get("n_tasks"),
             )
         )
     return summaries
@@ -271,15 +288,13 @@ def mean_crossing(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def number(value: float, kind: str) -> str:
-    """A value as text: shares and nats with 2 or 3 digits, seconds with 2."""
+    """A value as text: nats with 3 digits, all else with 2."""
     return f"{value:.3f}" if kind == "nats" else f"{value:.2f}"
 
 
-def cell(value: Spread | None, kind: str) -> str:
+def cell(value: Spread | None, kind: str) -> tuple[str, str]:
     """A table cell: the mean, and the range where there is more than one run."""
     if value is None:
-        return "–"
-    text = number(value.mean, kind)
-    if value.n > 1:
-        text += f" [{number(value.low, kind)}–{number(value.high, kind)}]"
-    return text
+        return "–", ""
+    both = f"{number(value.low, kind)}–{number(value.high, kind)}" if value.n > 1 else ""
+    return number(value.mean, kind), both

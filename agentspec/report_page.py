@@ -12,7 +12,16 @@ from html import escape
 from typing import Any
 
 from agentspec.report_charts import PHASES, curve, is_number, timeline
-from agentspec.report_data import COLUMNS, Run, Summary, cell, mean_crossing, number, summarise
+from agentspec.report_data import (
+    COLUMNS,
+    Run,
+    Spread,
+    Summary,
+    cell,
+    mean_crossing,
+    number,
+    summarise,
+)
 
 # Metrics shown openly and their titles; all others are folded away.
 CURVES = {
@@ -22,9 +31,14 @@ CURVES = {
     "speculator_reward": "Speculator reward",
     "hit_at_1": "Hit@1",
     "entropy": "Entropy (nats)",
+    "policy_entropy": "Policy entropy (nats)",
+    "eval_hit_at_1": "Hit@1, held out",
+    "eval_success": "Task success, held out",
+    "parse_failure_frac": "Predictions that do not parse",
     "malformed_frac": "Malformed turns",
     "dropped_groups_frac": "Dropped groups",
     "logp_gap": "Log-prob gap (nats)",
+    "logp_gap_mean": "Log-prob gap (nats)",
 }
 _NOT_CURVES = ("stage", "step", "phase", "time_s")
 
@@ -35,7 +49,7 @@ def render(runs: Sequence[Run]) -> str:
     names = ", ".join(run.name for run in runs)
     body = [
         f"<h1>agentspec</h1><p class='sub'>{escape(names)}"
-        + (f" · {len(runs)} runs, mean [lowest–highest]" if len(runs) > 1 else "")
+        + (f" · {len(runs)} runs: mean, and lowest to highest below it" if len(runs) > 1 else "")
         + "</p>",
         _tiles(summaries),
         _tables(summaries),
@@ -60,10 +74,11 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _tiles(summaries: Sequence[Summary]) -> str:
-    """The last row of the first world's first temperature, against the row ``sft``."""
+    """The last row of all worlds (or the first) at the first temperature, against ``sft``."""
     if not summaries:
         return ""
-    world, temperature = summaries[0].world, summaries[0].temperature
+    temperature = summaries[0].temperature
+    world = "all" if any(s.world == "all" for s in summaries) else summaries[0].world
     rows = [s for s in summaries if (s.world, s.temperature) == (world, temperature)]
     last = rows[-1]
     before = next((s for s in rows if s.row == "sft" and s is not last), None)
@@ -106,10 +121,12 @@ def _tables(summaries: Sequence[Summary]) -> str:
         if (s.world, s.temperature) != group:
             group = (s.world, s.temperature)
             title = f"{s.world} · agent at temperature {s.temperature:g}"
+            if s.n_tasks is not None:
+                title += f" · {s.n_tasks} tasks"
             rows.append(
                 f"<tr class='group'><th colspan='{len(COLUMNS) + 1}'>{escape(title)}</th></tr>"
             )
-        cells = "".join(f"<td>{escape(cell(s.values.get(c.key), c.kind))}</td>" for c in COLUMNS)
+        cells = "".join(f"<td>{_cell(s.values.get(c.key), c.kind)}</td>" for c in COLUMNS)
         rows.append(f"<tr><th>{escape(s.row)}</th>{cells}</tr>")
     return (
         "<h2>Results</h2><div class='wide'><table><thead><tr><th></th>"
@@ -138,8 +155,15 @@ def _by_tool(summaries: Sequence[Summary]) -> str:
         return ""
     return (
         "<h2>Hit@1 by tool</h2><p class='note'>A greedy speculator bets on the agent's most likely "
-        "call, so the share differs much between tools.</p>" + "".join(parts)
+        "call, so the share differs much between tools.</p><div class='pairs'>"
+        + "".join(parts)
+        + "</div>"
     )
+
+
+def _cell(value: Spread | None, kind: str) -> str:
+    mean, both = cell(value, kind)
+    return f"{mean}<small>{both}</small>" if both else mean
 
 
 def _meter(summary: Summary, tool: str) -> str:
@@ -149,7 +173,7 @@ def _meter(summary: Summary, tool: str) -> str:
     width = 100 * min(max(value.mean, 0.0), 1.0)
     return (
         f"<td><span class='meter'><i style='width:{width:.1f}%'></i></span> "
-        f"{escape(cell(value, 'frac'))}</td>"
+        f"{_cell(value, 'frac')}</td>"
     )
 
 
@@ -236,10 +260,9 @@ def _figures(records: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
 
 
 def _settings(run: Run) -> str:
-    config = run.results.get("config")
-    if not config:
+    if not run.config:
         return ""
-    text = config if isinstance(config, str) else json.dumps(config, indent=2, ensure_ascii=False)
+    text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in sorted(run.config.items()))
     return f"<details><summary>Config</summary><pre>{escape(text)}</pre></details>"
 
 
@@ -252,7 +275,8 @@ STYLE = """
 body{margin:0;background:var(--paper);color:var(--ink);font:14px/1.5 system-ui,sans-serif}
 main{max-width:1080px;margin:0 auto;padding:28px 20px 60px}
 h1{font-size:22px;margin:0}h2{font-size:17px;margin:34px 0 6px}h3{font-size:14px;margin:18px 0 2px}
-h3 small,th small{color:var(--dim);font-weight:400}
+h3 small,th small,td small{color:var(--dim);font-weight:400}
+td small{display:block;font-size:11px}
 .sub,.note,.caption{color:var(--dim);margin:2px 0 10px;overflow-wrap:anywhere}
 .caption{margin:18px 0 6px}
 .tiles{display:flex;flex-wrap:wrap;gap:10px}
@@ -272,6 +296,8 @@ th:first-child{text-align:left;font-weight:600}
 .meter{display:inline-block;width:56px;height:7px;border-radius:4px;background:var(--line);
 overflow:hidden;vertical-align:middle}
 .meter i{display:block;height:100%;background:var(--agent)}
+.pairs{display:grid;grid-template-columns:repeat(auto-fill,minmax(440px,1fr));gap:0 12px}
+.heat th:not(:first-child){text-align:center}
 .heat td{text-align:center;min-width:86px;padding:12px;
 background:color-mix(in srgb,var(--agent) calc(var(--heat,0)*62%),var(--card))}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:4px 0 8px;color:var(--dim);font-size:12px}
@@ -306,5 +332,6 @@ svg .total{font-size:12px;font-weight:600}
 .bar:hover rect{opacity:.75}
 @media(prefers-color-scheme:dark){.bar text,.bar.is-hit text{fill:#10161a}}
 details{margin:10px 0}summary{cursor:pointer;color:var(--dim)}
-pre{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px;overflow:auto}
+pre{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px;
+overflow:auto}
 """

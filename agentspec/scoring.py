@@ -14,7 +14,7 @@ import numpy as np
 from agentspec.job import Job
 from agentspec.losses.advantages import group_advantages
 from agentspec.rewards.calls import call_reward, repeat_count
-from agentspec.speculation.candidates import hit_at_1, parse_failure_frac
+from agentspec.speculation.candidates import hit_report
 from agentspec.types import Branch, ToolCall, Trajectory, TreeRow, Turn
 
 Numbers = dict[str, float]
@@ -127,14 +127,22 @@ def imitation_rows(
 
 
 def episode_numbers(job: Job, trajectories: Sequence[Trajectory]) -> Numbers:
-    """What is logged of any batch of episodes; shares are 0 to 1, entropy in nats a token."""
+    """What is logged of any batch of episodes; shares are 0 to 1, entropy in nats a token.
+
+    Hit@1 and parse failures are over turns that carry candidates (all, or those drawn by seed).
+    """
     turns = [turn for t in trajectories for turn in t.turns]
     sampled = [e for t in trajectories for e, m in zip(t.entropies, t.mask, strict=True) if m]
     specs = {name: spec for world in job.worlds for name, spec in job.specs(world).items()}
+    asked = [
+        dataclasses.replace(t, turns=[turn for turn in t.turns if turn.candidates])
+        for t in trajectories
+    ]
+    report = hit_report(asked, specs)
     return {
         "success": float(np.mean([t.score.success for t in trajectories])),
-        "hit_at_1": hit_at_1(trajectories, specs),
-        "parse_failure_frac": parse_failure_frac(trajectories),
+        "hit_at_1": report["hit_at_1"],
+        "parse_failure_frac": report["parse_failure"],
         "malformed_frac": float(np.mean([bool(turn.problems) for turn in turns])),
         "turns": len(turns) / len(trajectories),
         "episode_tokens": float(np.mean([len(t.ids) for t in trajectories])),

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from agentspec.checkpoint import Checkpointer, restore_params
+from agentspec.checkpoint import Checkpointer, abstract, restore_params
 from agentspec.configuration import StageSettings
 from agentspec.job import Job
 from agentspec.optim import Optimizer
@@ -72,7 +72,13 @@ class Stage:
         """The jitted update of this stage for loss ``policy`` or ``sft``."""
         s = self.job.settings
         return make_update(
-            self.job.model, self.optimizer, s.loss, loss, temperature=s.agent.temperature
+            self.job.model,
+            self.optimizer,
+            s.loss,
+            loss,
+            temperature=s.agent.temperature,
+            max_tokens=s.episode.max_tokens,
+            reference_params=self.start_params() if s.loss.kl else None,
         )
 
     def count(self, step: int, tokens: int) -> None:
@@ -128,12 +134,11 @@ class Stage:
 
     def _restore(self) -> None:
         meta = self._checkpointer.read_meta()
-        abstract = jax.eval_shape(self.job.initial_params)
-        state = jax.eval_shape(self.optimizer.init, abstract)
-        tree: dict[str, Any] = {"state": state}
+        params = jax.eval_shape(self.job.initial_params)
+        tree: dict[str, Any] = {"state": jax.eval_shape(self.optimizer.init, params)}
         if self.settings.patience and not meta["done"]:
-            tree["best"] = abstract
-        restored, meta = self._checkpointer.restore(tree)
+            tree["best"] = params
+        restored, meta = self._checkpointer.restore(abstract(tree))
         for key, value in meta.items():
             if key != "stage":
                 setattr(self, key, value)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from agentspec import collect, scoring
@@ -76,7 +76,7 @@ def run_rl(job: Job, stage: Stage, writer: Writer) -> None:
             rows, numbers = _collect_and_score(job, engine, frozen, stream, stage, phase.mode)  # 3-4
             collected_s = time.monotonic() - began_s
             batches = pack(rows, s.pack.row_tokens, s.pack.rows_per_batch)  # 5
-            stage.state, update_numbers = update(stage.state, batches)  # 6
+            stage.state, update_numbers = update(stage.state, batches, phase=phase.mode)  # 6
             engine.load(stage.state.params, version=step + 1)  # 7
             numbers |= update_numbers
             stage.count(step + 1, sum(row.n_tokens for row in rows))
@@ -112,6 +112,7 @@ def _training_tasks(job: Job) -> list:
 
 def main(argv: Sequence[str]) -> None:
     """Entry point."""
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; settings are --config.key=value")
     train(settings_from(_CONFIG.value), Path(_WORKDIR.value))

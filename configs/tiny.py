@@ -26,7 +26,8 @@ def get_config(variant: str = ""):
         config.engine.update(dict(rows=8, speculator_rows=8))
         for stage, steps in dict(base=4, sft_light=2, sft=4).items():
             config[stage].update(dict(steps=steps, n_examples=16, rows_per_step=8, eval_every=0))
-            config[stage].patience = 0
+            config[stage].update(dict(patience=0, warmup_steps=1))
+        config.sft.update(dict(eval_every=2, eval_tasks=4, patience=2))
         config.sft_more.update(dict(n_examples=16, rows_per_step=8))
         config.joint.steps = 6
         config.schedule.update(dict(agent_steps=1, speculator_steps=2))

@@ -45,7 +45,9 @@ def call_problem(call: ToolCall, specs: tuple[ToolSpec, ...]) -> str | None:
     return None
 
 
-def object_schema(required: dict[str, dict[str, Any]], **optional: dict[str, Any]) -> dict[str, Any]:
+def object_schema(
+    required: dict[str, dict[str, Any]], **optional: dict[str, Any]
+) -> dict[str, Any]:
     """A JSON schema of type ``object`` that allows the named properties and no others."""
     return {
         "type": "object",
@@ -53,3 +55,15 @@ def object_schema(required: dict[str, dict[str, Any]], **optional: dict[str, Any
         "required": list(required),
         "additionalProperties": False,
     }
+
+
+def problem_pieces(specs: tuple[ToolSpec, ...]) -> list[str]:
+    """Text pieces of what a world and the tool box say about a call that cannot run."""
+    names = [spec.name for spec in specs]
+    return [
+        *names, ", ".join(names), "error : ", "no tool ", "missing ", "unknown ", " must be ",
+        "a string", "an integer", " to ", "error: ", "unknown tool '", "'; the tools are: ", ": '",
+        "' is a required property", "Additional properties are not allowed ('", "' was unexpected)",
+        ": argument '", "': ", " is not of type '", "string'", "integer'",
+        " is greater than the maximum of ", " is less than the minimum of ",
+    ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The plain episode loop: sample a turn, run its calls, append what came back, until it is over.
 
-In: an engine, a world and a task. Out: a ``Trajectory``. ``speculation.runtime`` is the fast twin of
-this loop and must give the same trajectory; what both do to a trajectory is in ``EpisodeBuilder``.
+In: an engine, a world and a task. Out: a ``Trajectory``. ``speculation.runtime`` is the fast twin
+of this loop and must give the same trajectory; what both do to it is in ``EpisodeBuilder``.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from agentspec.envs.base import Expert, World
-from agentspec.envs.tools import ToolBox
-from agentspec.types import Completion, ParsedTurn, SamplingParams, Task, Trajectory, Turn
+from agentspec.envs.tools import ToolBox, ToolResult
+from agentspec.types import Completion, Event, ParsedTurn, SamplingParams, Task, Trajectory, Turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,9 @@ class EpisodeBuilder:
     ) -> None:
         """Resets the world and renders the first messages; an overlong prompt is a ValueError."""
         self.world, self.task, self.chat, self.limits, self.seed = world, task, chat, limits, seed
+        self._clock = asyncio.get_running_loop()
+        self.start_s = self._clock.time()
+        self._events: list[Event] = []
         messages = world.reset(task)
         self.ids: list[int] = list(chat.prompt_ids(messages, world.tools))
         if len(self.ids) >= limits.max_tokens:
@@ -73,6 +76,30 @@ class EpisodeBuilder:
         self.turns.append(turn)
         return turn, parsed
 
+    def add_results(
+        self, results: Sequence[ToolResult], called_s: float, hits: Sequence[bool] = ()
+    ) -> float:
+        """Gives the last turn its observations; returns the seconds waited since ``called_s``."""
+        turn, index = self.turns[-1], len(self.turns) - 1
+        turn.observations = tuple(result.text for result in results)
+        turn.hits = tuple(hits) or (False,) * len(results)
+        self.note("wait", index, called_s, self._clock.time())
+        for call, result, hit in zip(turn.calls, results, turn.hits, strict=True):
+            if not hit:
+                self.note("tool", index, result.start_s, result.end_s, call.name, result.status)
+        return self._clock.time() - called_s
+
+    def note(
+        self, kind: str, turn: int, start_s: float, end_s: float, label: str = "", status: str = ""
+    ) -> None:
+        """Notes an event, given on the loop's clock, on the episode's."""
+        start_s, end_s = start_s - self.start_s, end_s - self.start_s
+        self._events.append(Event(kind, turn, start_s, end_s, label, status))
+
+    def sorted_events(self) -> list[Event]:
+        """All events by start; those that start together in the order they were noted."""
+        return sorted(self._events, key=lambda event: event.start_s)
+
     async def respond(self, parsed: ParsedTurn) -> list[int]:
         """Appends and returns the ids that follow the last turn; [] once ``finish`` is set.
 
@@ -81,7 +108,7 @@ class EpisodeBuilder:
         """
         turn = self.turns[-1]
         self.came_back = list(turn.observations)
-        added = [] if turn.finish == "stop" else list(self.chat.close_ids(turn.finish))
+        added = list(self.chat.close_ids(turn.finish, self.ids[turn.start : turn.end]))
         if turn.calls:
             added += self.chat.observation_ids(self.came_back)
             if getattr(self.world, "done", False):
@@ -137,8 +164,8 @@ class EpisodeBuilder:
                 f"ids are not the trajectory's {len(self.ids)}; ids may only be appended"
             )
 
-    def trajectory(self, total_s: float = 0.0) -> Trajectory:
-        """The finished episode with the world's score."""
+    def trajectory(self) -> Trajectory:
+        """The finished episode with the world's score; it took until now."""
         return Trajectory(
             task_id=self.task.id,
             world=self.task.world,
@@ -152,7 +179,8 @@ class EpisodeBuilder:
             seed=self.seed,
             version=self.version,
             entropies=self.entropies if self.has_entropies else [],
-            total_s=total_s,
+            total_s=self._clock.time() - self.start_s,
+            events=self.sorted_events(),
         )
 
 
@@ -178,7 +206,6 @@ async def run_episode(
     clock = asyncio.get_running_loop()
     toolbox = toolbox_for(world, toolbox)
     builder = EpisodeBuilder(world, task, chat, limits, seed)
-    start_s = clock.time()
     seq = engine.open(list(builder.ids), seed=seed)
     try:
         while not builder.finish:
@@ -187,16 +214,15 @@ async def run_episode(
             turn, parsed = builder.add_turn(completion, version)
             called_s = clock.time()
             turn.generate_s = called_s - turn_s
+            builder.note("generate", len(builder.turns) - 1, turn_s, called_s)
             if turn.calls:
                 results = await toolbox.run_turn(turn.calls, len(builder.turns) - 1)
-                turn.observations = tuple(result.text for result in results)
-                turn.tool_s = clock.time() - called_s
-                turn.hits = (False,) * len(turn.calls)
+                turn.tool_s = builder.add_results(results, called_s)
             builder.check(seq.ids)
             seq.extend(await builder.respond(parsed))
     finally:
         seq.close()
-    return builder.trajectory(clock.time() - start_s)
+    return builder.trajectory()
 
 
 async def run_scripted(
@@ -207,14 +233,14 @@ async def run_scripted(
     A turn over the limits is cut like a sampled one. ValueError if a turn, rendered and parsed
     again, does not give the expert's calls: such an example would teach broken calls.
     """
-    toolbox = ToolBox(world)
+    clock, toolbox = asyncio.get_running_loop(), ToolBox(world)
     builder = EpisodeBuilder(world, task, chat, limits, seed)
     while not builder.finish:
         act = expert.act(builder.came_back)
         text = chat.assistant_text(act.thinking, act.content, tuple(act.calls))
         ids = list(chat.turn_ids(text))
         room = builder.turn_sampling(SamplingParams(max_tokens=len(ids))).max_tokens
-        finish = "stop" if len(ids) <= room else "length"
+        finish: Literal["stop", "length"] = "stop" if len(ids) <= room else "length"
         completion = Completion(tuple(ids[:room]), (0.0,) * min(room, len(ids)), finish)
         turn, parsed = builder.add_turn(completion, world.state_version)
         if finish == "stop" and (turn.calls != tuple(act.calls) or turn.problems):
@@ -223,8 +249,8 @@ async def run_scripted(
                 f"{turn.calls} with problems {turn.problems}, from {text!r}"
             )
         if turn.calls:
+            called_s = clock.time()
             results = await toolbox.run_turn(turn.calls, len(builder.turns) - 1)
-            turn.observations = tuple(result.text for result in results)
-            turn.hits = (False,) * len(turn.calls)
+            turn.tool_s = builder.add_results(results, called_s)
         await builder.respond(parsed)
     return builder.trajectory()

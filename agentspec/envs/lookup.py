@@ -12,7 +12,8 @@ import json
 import re
 from functools import lru_cache
 
-from agentspec.envs.arguments import call_problem, object_schema
+from agentspec.envs.arguments import call_problem, object_schema, problem_pieces
+from agentspec.envs.base import Expert, World
 from agentspec.envs.lookup_expert import LookupExpert, expert_pieces
 from agentspec.rewards.answers import exact_match, extract_answer
 from agentspec.tasks import lookup as questions
@@ -20,7 +21,7 @@ from agentspec.tasks.hashing import stable_hash
 from agentspec.tasks.lookup import RELATIONS, Knowledge
 from agentspec.types import Message, Score, Task, ToolCall, ToolSpec
 
-SPECS = (
+SPECS: tuple[ToolSpec, ...] = (
     ToolSpec(
         "search",
         "Finds facts whose words overlap with the query; returns the k best.",
@@ -54,9 +55,9 @@ class Library:
         """Indexes the facts by their words, each relation under both of its words."""
         self.knowledge = knowledge
         self._index = [
-            (entity, relation, value, _words(f"{entity} {relation} {RELATIONS[relation][0]} {value}"))
-            for (entity, relation), value in knowledge.facts.items()
-            if (entity, relation) not in knowledge.unindexed
+            (*key, value, _words(f"{' '.join(key)} {RELATIONS[key[1]][0]} {value}"))
+            for key, value in knowledge.facts.items()
+            if key not in knowledge.unindexed
         ]
         self.search = lru_cache(maxsize=4096)(self._search)
         content = [
@@ -95,7 +96,7 @@ class LookupWorld:
 
     def __init__(self, library: Library) -> None:
         """A world that waits for ``reset``."""
-        self.tools = SPECS
+        self.tools: tuple[ToolSpec, ...] = SPECS
         self._library = library
         self._task: Task | None = None
         self._said = ""
@@ -135,7 +136,7 @@ class LookupWorld:
         if self._task is None:
             raise RuntimeError("lookup: score() before reset()")
         answer = extract_answer(self._said)
-        right = float(exact_match(answer, self._task.data["answers"])) if answer is not None else 0.0
+        right = exact_match(answer, self._task.data["answers"])
         return Score(right, right, {"answer": answer, "answers": self._task.data["answers"]})
 
 
@@ -144,11 +145,11 @@ class LookupWorlds:
 
     def __init__(self, knowledge: Knowledge) -> None:
         """Builds the library once."""
-        self.specs = SPECS
+        self.specs: tuple[ToolSpec, ...] = SPECS
         self.knowledge = knowledge
         self._library = Library(knowledge)
 
-    def new(self) -> LookupWorld:
+    def new(self) -> World:
         """A fresh world."""
         return LookupWorld(self._library)
 
@@ -156,7 +157,11 @@ class LookupWorlds:
         """The tasks of a split."""
         return questions.build_tasks(self.knowledge, split)
 
-    def expert(self, task: Task, seed: int) -> LookupExpert:
+    def expert_tasks(self) -> list[Task]:
+        """The tasks to imitate the expert on: those of the training split."""
+        return self.tasks("train")
+
+    def expert(self, task: Task, seed: int) -> Expert:
         """The scripted policy for one episode."""
         return LookupExpert(task, seed)
 
@@ -169,10 +174,9 @@ class LookupWorlds:
         relations = [word for r, (synonym, _, _) in RELATIONS.items() for word in (r, synonym)]
         glue = [
             "what is the ", " of the ", " of ", " ?", " ", " : ", " ; ", "nothing found", "stub",
-            "no such page", "error : ", "no tool ", "missing ", "unknown ", " must be ",
-            "a string", "an integer", " to ", "query", "page", "k",
+            "no such page", "query", "page", "k",
         ]  # fmt: skip
-        return [*names, *relations, *glue, *expert_pieces()]
+        return [*names, *relations, *glue, *expert_pieces(), *problem_pieces(SPECS)]
 
 
 def build_world(

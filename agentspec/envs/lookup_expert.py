@@ -13,10 +13,12 @@ from agentspec.tasks.hashing import pick
 from agentspec.tasks.lookup import RELATIONS
 from agentspec.types import Task, ToolCall
 
-READ_HABIT = (0.75, 0.5, 0.25)  # chance of reading first, fixed for each relation
-PHRASINGS = {"E R": 0.45, "SYN of E": 0.30, "E": 0.25}
+READ_HABIT = (0.8, 0.6, 0.35)  # chance of reading first, fixed for each relation
+PHRASINGS = {"E R": 0.50, "SYN of E": 0.25, "E": 0.25}
 OPENINGS = {"i need": 0.4, "next find": 0.35, "so far unknown is": 0.25}
+RESULTS = ((0.8, 2), (0.2, 4))  # how many results it asks for
 MISSES_ALLOWED = 2  # in one hop; then it answers "unknown"
+GIVES_UP = 0.25  # chance of doing so after the first miss already
 
 
 def read_habit(relation: str) -> float:
@@ -55,7 +57,7 @@ class LookupExpert:
             return AssistantAct(f"{found} done .", f"<answer>{self._entity}</answer>")
         if self._tried:
             found = "not found ."
-        if len(self._tried) >= MISSES_ALLOWED:
+        if len(self._tried) >= MISSES_ALLOWED or (self._tried and self._gives_up()):
             return AssistantAct("not found . i give up .", "<answer>unknown</answer>")
         form = self._choose()
         self._tried.append(form)
@@ -67,6 +69,9 @@ class LookupExpert:
 
     def _key(self, what: str) -> tuple[object, ...]:
         return self.seed, self.task.id, self._turn, what
+
+    def _gives_up(self) -> bool:
+        return pick([(GIVES_UP, True), (1 - GIVES_UP, False)], *self._key("give up"))
 
     def _choose(self) -> str:
         """How to look next: mostly with the other tool after a miss."""
@@ -89,7 +94,7 @@ class LookupExpert:
             "SYN of E": f"{RELATIONS[relation][0]} of {self._entity}",
             "E": self._entity,
         }[form]
-        k = pick([(0.6, 2), (0.4, 4)], *self._key("k"))
+        k = pick(RESULTS, *self._key("k"))
         return ToolCall("search", {"query": query, "k": k})
 
     def _take_in(self, text: str) -> None:
@@ -103,14 +108,14 @@ class LookupExpert:
 
 def expert_pieces() -> list[str]:
     """Text pieces of the expert's thoughts, answers and calls."""
+    search = '{"name": "search", "arguments": {"query": "'
+    read = '{"name": "read", "arguments": {"page": "'
     openings = [piece for text in OPENINGS for piece in (f"{text} the ", f"\n{text} the ")]
     return [
         *openings, "\nso the ", "so the ", " is ", " . ", " .", " .\n", "\nnot found . ",
         "not found . ", "i give up .", "done .", "open its page .", "use a search .", "unknown",
         " of ", "<answer>", "</answer>",
-        '{"name": "search", "arguments": {"query": "', '\n{"name": "search", "arguments": {"query": "',
-        '{"name": "read", "arguments": {"page": "', '\n{"name": "read", "arguments": {"page": "',
-        '", "k": 2}}', '", "k": 4}}', '", "k": 2}}\n', '", "k": 4}}\n', '", "k": ', '"}}', '"}}\n', "}}",
+        search, f"\n{search}", read, f"\n{read}", "\n", "\n\n",
+        '", "k": 2}}', '", "k": 4}}', '", "k": 2}}\n', '", "k": 4}}\n', '", "k": ', "}}",
+        '"}}', '"}}\n',
     ]  # fmt: skip
-
-

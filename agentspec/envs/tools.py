@@ -235,7 +235,8 @@ class ToolBox:
     def _cut(self, text: str) -> str:
         if len(text) <= self.max_chars:
             return text
-        return f"{text[: self.max_chars]}\n[cut: the first {self.max_chars} of {len(text)} characters]"
+        note = f"[cut: the first {self.max_chars} of {len(text)} characters]"
+        return f"{text[: self.max_chars]}\n{note}"
 
 
 def _clean(text: str) -> str:

@@ -13,7 +13,7 @@ UNIFORM_RANGE = 1e-6  # a group whose max - min is at most this carries no signa
 
 
 def uniform_groups(rewards_NG: ArrayLike) -> NDArray[np.bool_]:
-    """bool [N]: groups of one, and groups whose rewards differ by at most 1e-6.
+    """Booleans [N]: groups of one, and groups whose rewards differ by at most 1e-6.
 
     With ``loss.drop_uniform_groups`` their tokens get mask 0, so that they leave the denominator
     and the KL term too.

@@ -47,7 +47,7 @@ def aggregate(
 def count(
     mask_BT: Any, how: str, *, segment_ids_BT: Any = None, max_tokens: int | None = None
 ) -> jax.Array:
-    """float32 scalar, the denominator: kept tokens, sequences, or sequences times ``max_tokens``."""
+    """float32 scalar, the denominator: tokens, sequences, or sequences times ``max_tokens``."""
     _check(how, max_tokens)
     keep_BT = jnp.asarray(mask_BT) != 0
     if how == "token_mean":

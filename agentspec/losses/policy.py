@@ -38,8 +38,8 @@ def policy_loss(
     (truncated importance weights, already detached). With ``kl_coef`` above 0, k3 of
     ``ref_logp_BT`` is added. Positions of mask 0 are made safe before and after every exp: they
     may hold NaN or infinities, and nothing kept gives loss 0 and gradient 0. Ratios beyond e^20 are
-    held there. Metrics: ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clip_low_frac``, ``clip_high_frac``,
-    ``kl``. Raises ValueError for a KL without reference, and see `aggregate`.
+    held there. Metrics: ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clip_low_frac``,
+    ``clip_high_frac``, ``kl``. Raises ValueError for a KL without reference, and see `aggregate`.
     """
     keep_BT = jnp.asarray(mask_BT) != 0
     advantage = jnp.asarray(advantage, jnp.float32)
@@ -99,6 +99,6 @@ def truncated_weights(logp_BT: Any, sampler_logp_BT: Any, mask_BT: Any, cap: flo
 
 
 def _safe_difference(a_BT: Any, b_BT: Any, keep_BT: jax.Array) -> jax.Array:
-    """a - b in float32, and 0, without a gradient, where not kept."""
+    """Difference a - b in float32; 0, without a gradient, where not kept."""
     a_BT = jnp.where(keep_BT, jnp.asarray(a_BT, jnp.float32), 0.0)
     return a_BT - jnp.where(keep_BT, jnp.asarray(b_BT, jnp.float32), 0.0)

@@ -44,7 +44,7 @@ def logps_of(logits: Any, targets: Any, temperature: float = 1.0) -> tuple[jax.A
     ``logits`` has one more axis, the vocabulary. Temperature 0 (greedy) means log-probs at 1, as
     the sampler reports them. Targets are picked by comparison, whose backward pass has no scatter.
     """
-    logits = jnp.asarray(logits, jnp.float32) / (temperature or 1.0)
+    logits = jnp.asarray(logits, jnp.float32) / jnp.where(temperature == 0, 1.0, temperature)
     logz = jax.nn.logsumexp(logits, axis=-1)
     hit = jnp.arange(logits.shape[-1]) == jnp.asarray(targets)[..., None]
     logp = jnp.where(hit, logits, 0.0).sum(-1) - logz

@@ -50,7 +50,9 @@ def slots(start_R: jax.Array, valid_R: jax.Array, n_tokens: int, length: int) ->
     return jnp.where(keep_RT, positions_RT, length)
 
 
-def write(cache: LayerCache, k_RKTE: jax.Array, v_RKTE: jax.Array, slots_RT: jax.Array) -> LayerCache:
+def write(
+    cache: LayerCache, k_RKTE: jax.Array, v_RKTE: jax.Array, slots_RT: jax.Array
+) -> LayerCache:
     """Returns the cache with keys and values written at ``slots_RT``; out of range is dropped."""
     rows_R1 = jnp.arange(slots_RT.shape[0])[:, None]
 

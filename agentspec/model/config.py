@@ -177,7 +177,9 @@ class ModelConfig:
             "rope_scaling": None if self.rope_scaling is None else old_scaling,
             "rope_parameters": rope,
             "bos_token_id": self.bos_id,
-            "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids)
+            "eos_token_id": self.eos_ids[0]
+            if len(self.eos_ids) == 1
+            else list(self.eos_ids)
             if self.eos_ids
             else None,
             "pad_token_id": self.pad_id,

@@ -110,7 +110,11 @@ class Attention(nnx.Module):
         return self.output(attention.attend_full(q, k, v, seen_tiles))
 
     def cached(
-        self, x_RTD: jax.Array, rope: Rotary, cache: LayerCache, slots_RT: jax.Array,
+        self,
+        x_RTD: jax.Array,
+        rope: Rotary,
+        cache: LayerCache,
+        slots_RT: jax.Array,
         seen_RTS: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
         """Returns [R, T, D] and the cache with this step's keys and values written at slots."""
@@ -158,7 +162,11 @@ class Layer(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
     def cached(
-        self, x_RTD: jax.Array, rope: Rotary, cache: LayerCache, slots_RT: jax.Array,
+        self,
+        x_RTD: jax.Array,
+        rope: Rotary,
+        cache: LayerCache,
+        slots_RT: jax.Array,
         seen_RTS: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
         """Returns [R, T, D] and this layer's cache with the new tokens in it."""

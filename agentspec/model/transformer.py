@@ -123,10 +123,11 @@ class LanguageModel:
         if (branch_ids_BT is None) != (cuts_BT is None):
             raise ValueError("branch_ids_BT and cuts_BT are given together or not at all")
         layout = attention.Layout(
+            jnp.asarray(positions_BT),
             *(
                 None if array is None else jnp.asarray(array)
-                for array in (positions_BT, segment_ids_BT, branch_ids_BT, cuts_BT)
-            )
+                for array in (segment_ids_BT, branch_ids_BT, cuts_BT)
+            ),
         )
         return self.module(params).hidden(ids_BT, layout)
 

@@ -41,6 +41,12 @@ class Sampled(NamedTuple):
     counts_R: Any
 
 
+@functools.lru_cache(maxsize=8)
+def programs(model: Any, prefill_chunk: int, tokens_per_call: int) -> Programs:
+    """The programs for these settings, shared by all engines that use the same model object."""
+    return Programs(model, prefill_chunk=prefill_chunk, tokens_per_call=tokens_per_call)
+
+
 class Programs:
     """Jitted programs for one model. ``traces`` counts how often each was traced (compiled)."""
 
@@ -134,14 +140,16 @@ class Programs:
     def _copy_within(self, cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
         """Copies row ``source`` over row ``target`` of the same cache."""
         self.traces["copy"] += 1
-        return jax.tree.map(functools.partial(_copy_row, source=source, target=target), cache, cache)
+        copy_row = functools.partial(_copy_row, source=source, target=target)
+        return jax.tree.map(copy_row, cache, cache)
 
     def _copy_across(
         self, cache: Cache, origin: Cache, source: jax.Array, target: jax.Array
     ) -> Cache:
         """Copies row ``source`` of ``origin`` over row ``target`` of ``cache``."""
         self.traces["copy"] += 1
-        return jax.tree.map(functools.partial(_copy_row, source=source, target=target), cache, origin)
+        copy_row = functools.partial(_copy_row, source=source, target=target)
+        return jax.tree.map(copy_row, cache, origin)
 
 
 def _copy_row(to: jax.Array, of: jax.Array, *, source: jax.Array, target: jax.Array) -> jax.Array:

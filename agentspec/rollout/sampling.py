@@ -41,20 +41,29 @@ def sample(
         ids [R] int32; log-probs [R] and entropies [R], float32, nats, over the full vocabulary at
         the sampling temperature (at 1 for greedy rows).
     """
+    V = logits_RV.shape[-1]
     greedy_R = temperature_R == 0
     scaled_RV = logits_RV / jnp.where(greedy_R, 1.0, temperature_R)[:, None]
-    logp_RV = jax.nn.log_softmax(scaled_RV, axis=-1)
 
     def noise(key: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(
-            jax.random.fold_in(key, position), (logits_RV.shape[-1],), jnp.float32
-        )
+        return jax.random.gumbel(jax.random.fold_in(key, position), (V,), jnp.float32)
 
     gumbel_RV = jax.vmap(noise)(keys_R, positions_R)
-    ids_R = jnp.argmax(jnp.where(greedy_R[:, None], scaled_RV, scaled_RV + gumbel_RV), axis=-1)
+    ids_R = _first_largest(jnp.where(greedy_R[:, None], scaled_RV, scaled_RV + gumbel_RV))
+
+    below_RV = scaled_RV - jnp.max(scaled_RV, axis=-1, keepdims=True)
+    exp_RV = jnp.exp(below_RV)
+    total_R = jnp.sum(exp_RV, axis=-1)
     # A sum with one non-zero term: exact, and on CPU much faster than a gather by row.
-    chosen_RV = jnp.arange(logits_RV.shape[-1])[None, :] == ids_R[:, None]
-    logps_R = jnp.sum(jnp.where(chosen_RV, logp_RV, 0.0), axis=-1)
-    safe_RV = jnp.where(jnp.isneginf(logp_RV), 0.0, logp_RV)
-    entropy_R = -jnp.sum(jnp.exp(logp_RV) * safe_RV, axis=-1)
-    return ids_R.astype(jnp.int32), logps_R, entropy_R
+    chosen_RV = jnp.arange(V)[None, :] == ids_R[:, None]
+    logps_R = jnp.sum(jnp.where(chosen_RV, below_RV, 0.0), axis=-1) - jnp.log(total_R)
+    # Entropy: log Z - E[logit]; a token of probability 0 (logit -inf) adds nothing.
+    mean_R = jnp.sum(jnp.where(exp_RV > 0, exp_RV * below_RV, 0.0), axis=-1) / total_R
+    return ids_R, logps_R, jnp.log(total_R) - mean_R
+
+
+def _first_largest(x_RV: jax.Array) -> jax.Array:
+    """``argmax`` as two plain reductions, which XLA vectorises on CPU (3x faster at 4,096)."""
+    V = x_RV.shape[-1]
+    is_max_RV = x_RV == jnp.max(x_RV, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_max_RV, jnp.arange(V, dtype=jnp.int32), V - 1), axis=-1)

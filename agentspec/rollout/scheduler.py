@@ -100,6 +100,7 @@ class Plan:
     pool: Pool
     waves: list[Wave] = dataclasses.field(default_factory=list)
     requests: list[Request] = dataclasses.field(default_factory=list)
+    decode_rows: list[int] = dataclasses.field(default_factory=list)  # of the requests
     ready: dict[Track, int] = dataclasses.field(default_factory=dict)  # wave that fills its row
     sources: set[Track] = dataclasses.field(default_factory=set)  # rows that copies read
     vacated: list[tuple[Pool, int]] = dataclasses.field(default_factory=list)
@@ -178,7 +179,10 @@ class Scheduler:
                 pool.active.append(request)
         for owner, row in plan.vacated:  # only now: this plan's copies still read those rows
             owner.free.append(row)
-        plan.requests = list(pool.active)
+        for request in pool.active:
+            assert request.track.row is not None
+            plan.requests.append(request)
+            plan.decode_rows.append(request.track.row)
         return plan if plan.requests else None
 
     def _seat(self, track: Track, plan: Plan) -> bool:
@@ -191,14 +195,20 @@ class Scheduler:
                 break
             lineage.append(parent)
         needed = collections.Counter(t.pool for t in lineage if t.row is None)
+        if any(n_rows > pool.n_rows for pool, n_rows in needed.items()):
+            assert track.parent is not None  # no room for both ever: it reads its ids itself
+            track.parent.waiting.remove(track)
+            track.parent = None
+            return self._seat(track, plan)
         heir = lineage[-2] if len(lineage) > 1 else None
         if heir is not None and _inherits(heir):
             needed[heir.pool] -= 1
         for pool, n_rows in needed.items():
             if not self._make_room(pool, n_rows, plan, keep=lineage):
                 return False
-        for ancestor in reversed(lineage):
-            self._fill(ancestor, plan)
+        for ancestor, child in zip(lineage[:0:-1], lineage[-2::-1], strict=True):
+            self._fill(ancestor, child.shared, plan)
+        self._fill(track, len(track.ids) - 1, plan)
         return True
 
     def _skip_spent_parents(self, track: Track) -> None:
@@ -233,8 +243,12 @@ class Scheduler:
             track.row, track.cached = None, 0
         return True
 
-    def _fill(self, track: Track, plan: Plan) -> None:
-        """Plans the copy and the prefill after which the row holds all ids but the last."""
+    def _fill(self, track: Track, n_needed: int, plan: Plan) -> None:
+        """Gives the track a row if it has none; plans what puts its first ``n_needed`` ids there.
+
+        What is read at all is read up to the last id but one, so that a prompt is cut into the
+        same chunks whether its owner or a child asked first.
+        """
         wave = plan.ready.get(track, 0)
         if track.row is None:
             parent = track.parent
@@ -243,23 +257,22 @@ class Scheduler:
                 parent.pool.seated.remove(parent)
                 parent.row = None
                 wave = len(plan.waves)  # after every copy that reads this row
-                parent.waiting.remove(track)
-                track.parent = None
+                plan.ready[track] = wave
             else:
                 track.row = track.pool.free.pop(0)
                 if parent is not None:
                     assert parent.row is not None
                     wave = plan.ready[parent] + 1 if parent in plan.ready else 0
-                    plan.wave(wave).copies.append(
-                        Copy(parent.pool, parent.row, track.pool, track.row)
-                    )
+                    copy = Copy(parent.pool, parent.row, track.pool, track.row)
+                    plan.wave(wave).copies.append(copy)
                     track.cached = track.shared
                     plan.sources.add(parent)
                     plan.ready[track] = wave
-                    self._leave(track, plan)
             track.pool.seated.append(track)
+            self._leave(track, plan)
+        assert track.row is not None
         target = len(track.ids) - 1
-        if track.cached < target and track.request not in track.pool.active:
+        if track.cached < min(n_needed, target):
             ids = tuple(track.ids[track.cached : target])
             plan.wave(wave).prefills.append(Prefill(track.pool, track.row, track.cached, ids))
             plan.ready[track] = wave

@@ -2,34 +2,41 @@
 
 In: completions of a speculator, or finished trajectories whose turns hold candidates. Out:
 ``Candidate`` records and the hit metrics of "Speculate while you reason"; every comparison is
-``rewards.calls.same_call``. ``hit_at_1_calls`` (a prefix before each call of a turn) needs cuts that
-a turn-start rollout does not have and is not among them.
+``rewards.calls.same_call``. A turn without candidates is one at which the speculator was not asked,
+and counts nowhere (a speculator that failed leaves a candidate with a problem).
+``hit_at_1_calls`` (a prefix before each call of a turn) needs cuts that a turn-start rollout does
+not have and is not among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from agentspec.rewards.calls import same_call
 from agentspec.types import Candidate, Completion, ParsedTurn, ToolCall, ToolSpec, Trajectory, Turn
 
 Specs = Mapping[str, ToolSpec] | Sequence[ToolSpec]
-OnCandidate = Callable[[Candidate], None]
 
 
 class Speculator(Protocol):
     """Predicts the agent's next call from its present prefix."""
 
-    async def propose(
-        self, seq: Any, turn_index: int, seed: int, on_candidate: OnCandidate | None = None
-    ) -> list[Candidate]:
-        """The candidates, best first, ``ready_s`` on the loop's clock.
+    async def propose(self, seq: Any, turn_index: int, seed: int) -> list[Candidate]:
+        """The candidates, best first, ``ready_s`` on the loop's clock; [] when not asked.
 
-        ``seq`` is the agent's own handle: fork or read it before the first ``await``, and never
-        change it. ``on_candidate`` is to be called with each candidate as soon as it and all
-        before it are complete, so that pre-execution need not wait for the rest.
+        An abstention is a candidate without call and problem. ``seq`` is the agent's own handle:
+        fork or read it before the first ``await``, and never change it.
         """
+        ...
+
+
+@runtime_checkable
+class StreamingSpeculator(Protocol):
+    """A speculator whose first candidates can be used before the last are there."""
+
+    def stream(self, seq: Any, turn_index: int, seed: int) -> AsyncGenerator[Candidate, None]:
+        """The candidates of ``propose`` in their order, each as soon as it is complete."""
         ...
 
 
@@ -66,7 +73,7 @@ def hit_at_1(
     skip_first_turn: bool = False,
     tool: str | None = None,
 ) -> float:
-    """Share of tool-calling turns whose first call is among the first ``k`` candidates; NaN if none.
+    """Share of tool-calling turns whose first call the first ``k`` candidates hold; NaN if no turn.
 
     ``read_only`` and ``tool`` select turns by the call that the agent made.
     """
@@ -74,7 +81,8 @@ def hit_at_1(
     turns = [
         turn
         for turn in _calling_turns(trajectories, skip_first_turn)
-        if (not read_only or _read_only(turn.calls[0], tools))
+        if turn.candidates
+        and (not read_only or _read_only(turn.calls[0], tools))
         and (tool is None or turn.calls[0].name == tool)
     ]
     return _mean([_hit(turn, tools, k) for turn in turns])
@@ -95,13 +103,18 @@ def self_agreement(trajectories: Iterable[Trajectory], specs: Specs) -> float:
     )
 
 
+def parse_failure_frac(trajectories: Iterable[Trajectory]) -> float:
+    """Share of asked turns whose first candidate could not be read; NaN if none was asked."""
+    return _mean([_unreadable(turn.candidates[0]) for turn in _asked_turns(trajectories)])
+
+
 def hit_report(trajectories: Sequence[Trajectory], specs: Specs, k: int = 1) -> dict[str, float]:
     """All numbers that belong beside Hit@1, shares from 0 to 1; NaN where nothing was counted.
 
     ``hit_over_agreement`` divides Hit@1 by self-agreement over the turns that have both.
     """
     tools = by_name(specs)
-    turns = _calling_turns(trajectories, False)
+    turns = [turn for turn in _calling_turns(trajectories, False) if turn.candidates]
     calls = [call for trajectory in trajectories for call in trajectory.calls]
     agreed = [turn for turn in turns if turn.agreement_calls]
     agreement = self_agreement(trajectories, tools)
@@ -115,8 +128,8 @@ def hit_report(trajectories: Sequence[Trajectory], specs: Specs, k: int = 1) -> 
         "hit_at_1_read_only_later": hit_at_1(
             trajectories, tools, read_only=True, skip_first_turn=True
         ),
-        "parse_failure": _mean([_unreadable(turn) for turn in turns]),
-        "abstain": _mean([_abstained(turn) for turn in turns]),
+        "parse_failure": parse_failure_frac(trajectories),
+        "abstain": _mean([_abstained(t.candidates[0]) for t in _asked_turns(trajectories)]),
         "read_only_frac": _mean([_read_only(call, tools) for call in calls]),
         "self_agreement": agreement,
         "hit_over_agreement": agreed_hits / agreement if agreement > 0 else float("nan"),
@@ -150,16 +163,16 @@ def _read_only(call: ToolCall, tools: Mapping[str, ToolSpec]) -> bool:
     return call.name in tools and tools[call.name].read_only
 
 
-def _unreadable(turn: Turn) -> bool:
-    """The first candidate is broken, or there is none (the speculator failed or was cut off)."""
-    if not turn.candidates:
-        return True
-    return turn.candidates[0].call is None and bool(turn.candidates[0].problems)
+def _asked_turns(trajectories: Iterable[Trajectory]) -> list[Turn]:
+    return [turn for trajectory in trajectories for turn in trajectory.turns if turn.candidates]
 
 
-def _abstained(turn: Turn) -> bool:
-    first = turn.candidates[0] if turn.candidates else None
-    return first is not None and first.call is None and not first.problems
+def _unreadable(candidate: Candidate) -> bool:
+    return candidate.call is None and bool(candidate.problems)
+
+
+def _abstained(candidate: Candidate) -> bool:
+    return candidate.call is None and not candidate.problems
 
 
 def _mean(values: Sequence[float]) -> float:

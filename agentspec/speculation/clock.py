@@ -12,14 +12,16 @@ did anything, set the clock to the next timer. Nothing here imports JAX.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import dataclasses
 import heapq
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 IdleHook = Callable[[], bool]
 
 
@@ -101,8 +103,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def call_at(
         self,
         when: float,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """Like the base class, with equal deadlines served first in, first out."""
@@ -113,12 +115,25 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(
+        self,
+        executor: concurrent.futures.Executor | None,
+        func: Callable[[*Ts], T],
+        *args: *Ts,
+    ) -> asyncio.Future[T]:
         """Like the base class; the clock stands still until the thread is done."""
         future = super().run_in_executor(executor, func, *args)
         self._threads += 1
         future.add_done_callback(self._thread_done)
         return future
+
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        """Like the base class, whose plain thread must be waited for like an executor's."""
+        self._threads += 1
+        try:
+            await super().shutdown_default_executor(*args)
+        finally:
+            self._threads -= 1
 
     def _thread_done(self, _: object) -> None:
         self._threads -= 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from agentspec.envs.tools import ToolBox, ToolResult
 from agentspec.rewards.calls import same_call
-from agentspec.types import Candidate, ToolCall
+from agentspec.types import Candidate, ToolCall, ToolSpec
 
 
 @dataclasses.dataclass
@@ -24,17 +24,50 @@ class Budget:
     calls_per_episode: int | None = None
 
 
-@dataclasses.dataclass
 class PreExecution:
-    """One call that runs or ran ahead. ``status`` is empty until it is settled."""
+    """One call that runs or ran ahead, from ``start_s`` to ``end_s`` on the loop's clock.
 
-    call: ToolCall
-    version: str
-    task: asyncio.Task[ToolResult]
-    start_s: float
-    end_s: float | None = None
-    end_version: str = ""
-    status: str = ""  # hit | miss | failed | stale | cancelled
+    ``status``: empty until settled, then hit | miss | failed | stale | cancelled.
+    """
+
+    def __init__(self, toolbox: ToolBox, call: ToolCall, turn: int) -> None:
+        """Starts the call."""
+        self.call = call
+        self.status = ""
+        self.start_s = self.end_s = asyncio.get_running_loop().time()
+        self._toolbox = toolbox
+        self._versions = [toolbox.world.state_version]
+        self.task = asyncio.create_task(self._run(turn))
+
+    async def _run(self, turn: int) -> ToolResult:
+        try:
+            result = await self._toolbox.execute(self.call, turn)
+            self._versions.append(self._toolbox.world.state_version)
+            return result
+        finally:
+            self.end_s = asyncio.get_running_loop().time()
+
+    async def result(self) -> ToolResult | None:
+        """The result, awaited if need be; None if it failed or is of another state of the world."""
+        world = self._toolbox.world
+        if self.status not in ("", "hit"):
+            return None
+        if self._versions[0] == world.state_version:
+            await asyncio.wait({self.task})
+        if set(self._versions) != {world.state_version} or not self.task.done():
+            self.drop("stale", settled=False)
+        elif self.task.result().status != "ok":
+            self.drop("failed", settled=False)
+        else:
+            self.status = "hit"
+            return self.task.result()
+        return None
+
+    def drop(self, status: str, settled: bool = True) -> None:
+        """Cancels the run; ``status`` is kept unless the entry was ``settled`` before."""
+        if not (settled and self.status):
+            self.status = status
+        self.task.cancel()
 
 
 class PreExecutor:
@@ -56,79 +89,57 @@ class PreExecutor:
         call = candidate.call
         if not self._open or self._left <= 0 or call is None or not self.allowed(call):
             return
-        if any(self._same(entry.call, call) for entry in self.entries):
+        if self.entry(call) is not None:
             return
         self._left -= 1
-        entry = PreExecution(
-            call=call,
-            version=self._toolbox.world.state_version,
-            task=asyncio.create_task(self._toolbox.execute(call, self._turn)),
-            start_s=asyncio.get_running_loop().time(),
-        )
-        entry.task.add_done_callback(lambda _: self._ended(entry))
-        self.entries.append(entry)
+        self.entries.append(PreExecution(self._toolbox, call, self._turn))
 
     def allowed(self, call: ToolCall) -> bool:
         """Whether the tool is known, declared pre-executable, and the arguments fit its schema."""
-        spec = self._toolbox.spec(call.name)
+        spec = self.spec(call)
         return spec is not None and spec.preexecutable and self._toolbox.valid(call)
 
-    async def settle(self, calls: Sequence[ToolCall]) -> None:
+    def settle(self, calls: Sequence[ToolCall]) -> None:
         """The agent's calls are known: nothing more is started, what matches none is cancelled."""
         self._open = False
         for entry in self.entries:
-            if not any(self._same(entry.call, call) for call in calls):
-                self._drop(entry, "miss")
-        await asyncio.sleep(0)  # lets the cancelled runs end before the agent's own begin
+            spec = self.spec(entry.call)
+            if not any(same_call(entry.call, call, spec) for call in calls):
+                entry.drop("miss")
 
-    async def serve(self, call: ToolCall, turn: int) -> tuple[ToolResult, bool]:
-        """The result of the agent's call, and whether a pre-execution gave it."""
-        entry = next((e for e in self.entries if self._same(e.call, call)), None)
-        spec = self._toolbox.spec(call.name)
-        if entry is not None and entry.status in ("", "hit"):
-            if entry.version == self._toolbox.world.state_version:
-                await asyncio.wait({entry.task})
-            result = self._result(entry)
-            if result is not None:
-                entry.status = "hit"
-                return result, True
-        elif spec is None or not spec.read_only:
+    async def serve(self, call: ToolCall, turn: int) -> ToolResult:
+        """The result of the agent's call: a pre-execution's if one fits, else of its own run."""
+        spec = self.spec(call)
+        if spec is None or not spec.read_only:
             self._before_write()
-        return await self._toolbox.execute(call, turn), False
+        # A default that stands for a missing required key makes an invalid call equal a valid one.
+        entry = self.entry(call) if self._toolbox.valid(call) else None
+        result = await entry.result() if entry is not None else None
+        return result if result is not None else await self._toolbox.execute(call, turn)
 
-    def _result(self, entry: PreExecution) -> ToolResult | None:
-        """The finished result if it may be used; settles the entry if not."""
-        now = self._toolbox.world.state_version
-        if not entry.version == entry.end_version == now or not entry.task.done():
-            self._drop(entry, "stale")
-            return None
-        result = entry.task.result()
-        if result.status != "ok":
-            self._drop(entry, "failed")
-            return None
-        return result
+    def gave(self, result: ToolResult) -> bool:
+        """Whether a result that ``serve`` returned came from a pre-execution."""
+        return any(e.status == "hit" and e.task.result() is result for e in self.entries)
 
     def _before_write(self) -> None:
         """A run that a write overtakes could see half of it, so it ends here."""
         for entry in self.entries:
             if not entry.task.done():
-                self._drop(entry, "stale")
+                entry.drop("stale")
 
     async def close(self) -> None:
         """Cancels what still runs and waits until it has ended."""
         self._open = False
         for entry in self.entries:
-            self._drop(entry, entry.status or "cancelled")
+            entry.drop("cancelled")
         if self.entries:
             await asyncio.wait({entry.task for entry in self.entries})
 
-    def _drop(self, entry: PreExecution, status: str) -> None:
-        entry.status = status
-        entry.task.cancel()
+    def spec(self, call: ToolCall) -> ToolSpec | None:
+        """The declared tool of a call."""
+        return self._toolbox.spec(call.name)
 
-    def _ended(self, entry: PreExecution) -> None:
-        entry.end_s = asyncio.get_running_loop().time()
-        entry.end_version = self._toolbox.world.state_version
-
-    def _same(self, a: ToolCall, b: ToolCall) -> bool:
-        return same_call(a, b, self._toolbox.spec(b.name))
+    def entry(self, call: ToolCall) -> PreExecution | None:
+        """The pre-execution of this call, whatever became of it."""
+        spec = self.spec(call)
+        return next((e for e in self.entries if same_call(e.call, call, spec)), None)

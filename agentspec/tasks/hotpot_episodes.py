@@ -57,6 +57,11 @@ class Episode:
     last_thought: str
     answer: str
 
+    @property
+    def key(self) -> str:
+        """The question's key, see ``tasks.hotpot.question_key``."""
+        return question_key(self.question)
+
 
 @dataclasses.dataclass
 class Counts:
@@ -75,7 +80,9 @@ class Counts:
         for source in sorted(self.read):
             lines.append(f"{source}: read {self.read[source]}, kept {self.kept[source]}")
             reasons = [(n, why) for (name, why), n in self.dropped.items() if name == source]
-            lines += [f"  dropped {n}: {why}" for n, why in sorted(reasons, key=lambda r: (-r[0], r[1]))]
+            lines += [
+                f"  dropped {n}: {why}" for n, why in sorted(reasons, key=lambda r: (-r[0], r[1]))
+            ]
         return "\n".join(lines)
 
 
@@ -193,6 +200,8 @@ def _mapped(
     if not recorded.steps or recorded.steps[-1][1] != "finish":
         raise _Drop("no finish at its end")
     *acts, (last_thought, _, answer) = recorded.steps
+    if not plain(answer):
+        raise _Drop("an empty answer")
     golds = known.golds if known else (recorded.gold,) if recorded.gold else (answer,)
     if not (exact_match(answer, golds) if known or recorded.gold else recorded.success):
         raise _Drop("not successful")

@@ -18,21 +18,25 @@ from agentspec.types import Task
 SPLITS = {"train": 0.72, "validation": 0.08, "test": 0.20}
 HOP_WEIGHTS = {1: 0.35, 2: 0.40, 3: 0.25}
 
+# A name's first word stands without a space before it wherever it occurs (the spaces belong to the
+# words around it), so that a word tokenizer gives the same ids in a question and in an argument.
 FIRST_NAMES = tuple(
     "mira kenji lena omar tove ravi ines bram yuki nadia pavel zora emil asha luca freya "
     "idris maud oskar selma".split()
 )
 LAST_NAMES = tuple(
-    " sol, ota, berg, haddad, lind, rao, costa, vos, mori, petrov, novak, kane, stahl, "
-    "mehta, bruno, dahl, bello, ward, holm, engel".split(",")
+    f" {name}"
+    for name in "sol ota berg haddad lind rao costa vos mori petrov novak kane stahl mehta bruno "
+    "dahl bello ward holm engel".split()
 )
 FILM_HEADS = tuple(
     "silent broken golden hidden winter paper distant burning hollow electric velvet "
     "crooked frozen scarlet wandering final".split()
 )
 FILM_TAILS = tuple(
-    " harbor, river, mirror, garden, signal, empire, letter, orchard, shadow, circus, "
-    "voyage, lantern, bridge, island, choir, desert".split(",")
+    f" {name}"
+    for name in "harbor river mirror garden signal empire letter orchard shadow circus voyage "
+    "lantern bridge island choir desert".split()
 )
 COMPANY_HEADS = tuple(
     "orbit cobalt juniper atlas falcon ember quartz delta nimbus saffron tundra vector".split()
@@ -40,12 +44,12 @@ COMPANY_HEADS = tuple(
 COMPANY_TAILS = (" labs", " works", " group", " trading")
 CITIES = tuple(
     "arvend belmora cestin dravik elspor fenwick garnul hestia ilmarin jorvale kestrel lumina "
-    "marovo nerith ostrava pellin quenby rostal sundra tarvos ulmen vestry wexham yarrow zelnik "
+    "marovo nerith ostrel pellin quenby rostal sundra tarvos ulmen vestry wexham yarrow zelnik "
     "brayton coldor dunmere everly fallow".split()
 )
 COUNTRIES = tuple(
-    "aldania borvia carsica doria estara feronia gallen hestor istria jordania kaltia "
-    "lorraine".split()
+    "aldania borvia carsica doria estara feronia gallen hestor istria joravia kaltia "
+    "lorvane".split()
 )
 LANGUAGES = tuple("aldish borvic carsi dorian estari feric gallic hestic istric kalt".split())
 

@@ -27,14 +27,17 @@ _STOPWORDS = frozenset(
 
 
 def plain(text: str) -> str:
-    """``text`` as lower-case words and numbers without accents or punctuation, single-spaced."""
-    folded = unicodedata.normalize("NFKD", text).casefold()
+    """``text`` as lower-case words and numbers, single-spaced.
+
+    Without accents and punctuation; HTML entities count as what they stand for.
+    """
+    folded = unicodedata.normalize("NFKD", html.unescape(text)).casefold()
     bare = "".join(c for c in folded if not unicodedata.combining(c))
     return " ".join(re.findall(r"[^\W_]+", bare))
 
 
 def clip(text: str, max_chars: int) -> str:
-    """``text`` on one line, cut at a word border to at most ``max_chars`` characters and `` ...``."""
+    """``text`` on one line; beyond ``max_chars`` cut at a word border and marked by `` ...``."""
     flat = " ".join(text.split())
     if len(flat) <= max_chars:
         return flat
@@ -92,21 +95,33 @@ def _words(text: str) -> list[str]:
     return [word for word in words if word not in _STOPWORDS] or words
 
 
-def load_corpus(path: str | Path, first: str = "hotpotqa") -> Corpus:
+def load_corpus(
+    path: str | Path, first: str = "hotpotqa", problems: list[str] | None = None
+) -> Corpus:
     """The corpus of a JSON-lines file, built once per process for each file content.
 
     Where one title has several paragraphs, those whose ``from`` is ``first`` come first on its
-    page. HTML entities (``&amp;``) become characters. Raises ``DataError`` with file, line and key for a line without a title or a text.
+    page. HTML entities (``&amp;``) become characters. Raises ``DataError`` with file, line and key
+    for a line without a title or a text; with ``problems`` such lines are noted there instead.
     """
     stat = Path(path).stat() if Path(path).is_file() else None
     stamp = (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
-    return _corpus(str(path), first, stamp)
+    corpus, found = _corpus(str(path), first, problems is None, stamp)
+    if problems is not None:
+        problems += found
+    return corpus
 
 
 @functools.lru_cache(maxsize=2)
-def _corpus(path: str, first: str, stamp: tuple[int, int]) -> Corpus:
+def _corpus(
+    path: str, first: str, strict: bool, stamp: tuple[int, int]
+) -> tuple[Corpus, tuple[str, ...]]:
+    problems: list[str] = []
     rows = read_records(
-        path, lambda row: (field(row, "title", str), field(row, "text", str), row.get("from"))
+        path,
+        lambda row: (field(row, "title", str), field(row, "text", str), row.get("from")),
+        None if strict else problems,
     )
     rows.sort(key=lambda row: row[2] != first)
-    return Corpus([(html.unescape(title), html.unescape(text)) for title, text, _ in rows])
+    unescaped = [(html.unescape(title), html.unescape(text)) for title, text, _ in rows]
+    return Corpus(unescaped), tuple(problems)

@@ -8,20 +8,23 @@ number of hosts. Built on ``grain.MapDataset``; no iterator is ever saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar, cast
 
 import grain
 
 from agentspec.types import Task
 
+T = TypeVar("T")
 
-class TaskStream:
-    """Tasks shuffled anew in each epoch, repeated for ever, addressed by a global index from 0."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+class TaskStream(Generic[T]):
+    """Tasks (or training rows) shuffled anew in each epoch, repeated for ever, by global index."""
+
+    def __init__(self, tasks: Sequence[T], seed: int) -> None:
         """Raises ValueError for no tasks, for a repeated task id, or for a negative seed."""
         if not tasks:
             raise ValueError("TaskStream: got no tasks; at least one is needed")
-        ids = [task.id for task in tasks]
+        ids = [task.id for task in tasks if isinstance(task, Task)]
         if len(set(ids)) < len(ids):
             twice = next(task_id for task_id in ids if ids.count(task_id) > 1)
             raise ValueError(f"TaskStream: task id {twice!r} occurs more than once")
@@ -30,19 +33,17 @@ class TaskStream:
         self.epoch_size = len(tasks)
         self._dataset = grain.MapDataset.source(list(tasks)).seed(seed).shuffle().repeat()
 
-    def __getitem__(self, index: int) -> Task:
+    def __getitem__(self, index: int) -> T:
         """The task at a global index. Raises IndexError below 0: the stream has no end."""
         if index < 0:
             raise IndexError(f"TaskStream: index is {index}; allowed are 0 and above")
-        task = self._dataset[index]
-        assert isinstance(task, Task)
-        return task
+        return cast(T, self._dataset[index])
 
-    def batch(self, start: int, n: int) -> list[Task]:
+    def batch(self, start: int, n: int) -> list[T]:
         """The ``n`` tasks at global indices ``start`` .. ``start + n - 1``."""
         return [self[index] for index in range(start, start + n)]
 
-    def share(self, start: int, n: int, host: int, hosts: int) -> list[Task]:
+    def share(self, start: int, n: int, host: int, hosts: int) -> list[T]:
         """One host's part of ``batch(start, n)``: every ``hosts``-th task from the ``host``-th on.
 
         The parts of all hosts together are the batch, so a run may resume with another number of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.types import TreeRow
+from agentspec.types import Branch, TreeRow
 
 NO_CUT = 2**30  # the cut of a trunk token: it sees every trunk token before it
 
@@ -74,7 +74,8 @@ def span_mask(n_tokens: int, spans: Sequence[tuple[int, int]]) -> list[int]:
     for start, end in spans:
         if not last <= start < end <= n_tokens:
             raise ValueError(
-                f"span ({start}, {end}) must be non-empty, start at or after {last} and end by {n_tokens}"
+                f"span ({start}, {end}) must be non-empty, start at or after {last} and end by "
+                f"{n_tokens}"
             )
         mask[start:end] = [1] * (end - start)
         last = end
@@ -88,7 +89,8 @@ def kept_tokens(row: TreeRow) -> int:
 
 def check_row(row: TreeRow, name: str = "row") -> None:
     """Raises ValueError when the row cannot be trained on as it stands; says which part and why."""
-    parts = [("trunk", row), *((f"branch {i}", b) for i, b in enumerate(row.branches))]
+    parts: list[tuple[str, TreeRow | Branch]] = [("trunk", row)]
+    parts += [(f"branch {i}", b) for i, b in enumerate(row.branches)]
     for part, piece in parts:
         if not len(piece.ids) == len(piece.mask) == len(piece.logps):
             raise ValueError(
@@ -164,7 +166,8 @@ def _empty(rows: int, tokens: int) -> PackedBatch:
 
 def _write(batch: PackedBatch, b: int, start: int, segment: int, tree: TreeRow) -> int:
     """Lays one tree out in row b from ``start``; returns the first free place behind it."""
-    pieces = [(0, 0, NO_CUT, tree), *((i, x.cut, x.cut, x) for i, x in enumerate(tree.branches, 1))]
+    pieces: list[tuple[int, int, int, TreeRow | Branch]] = [(0, 0, NO_CUT, tree)]
+    pieces += [(i, x.cut, x.cut, x) for i, x in enumerate(tree.branches, 1)]
     for branch, position, cut, piece in pieces:
         n = len(piece.ids)
         here, predicting = slice(start, start + n), slice(start, start + n - 1)

@@ -35,8 +35,11 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _MARKUP = re.compile("|".join(map(re.escape, (CALL_OPEN, CALL_CLOSE, THINK_OPEN))))
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
-_PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))\s*")
+_PARAMETER_END = re.compile(
+    r"</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>\s*(?:</tool_call>|$)))\s*"
+)
 _FUNCTION_END = re.compile(r"</function>")
+_MAX_NESTING = 100
 
 
 class _BrokenError(Exception):
@@ -144,6 +147,8 @@ def _decode(text: str, at: int, problems: list[str]) -> tuple[Any, int]:
     )
     try:
         value, end = decoder.raw_decode(text, at)
+        if _nesting(value) > _MAX_NESTING:
+            raise ValueError("nested too deeply for the code that walks it")
         if "\\u" in text[at:end]:  # a lone surrogate could not be encoded again
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
@@ -164,6 +169,14 @@ def _finite(digits: str) -> float:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _nesting(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, dict | list)]:
+        depth += 1
+        level = [v for c in level for v in (c.values() if isinstance(c, dict) else c)]
+    return depth
 
 
 def _call_of(value: dict[str, Any]) -> ToolCall:
@@ -208,8 +221,10 @@ def _read_xml_call(
             arguments.pop(key, None)
         seen.add(key)
         raw = text[key_tag.end() : end_tag.start()].removeprefix("\n").removesuffix("\n")
+        if _PARAMETER.search(raw):  # an earlier parameter was never closed: it would swallow this
+            raise _BrokenError("invalid_xml")
         types = _declared_types(declared.get(key, {}), schema)
-        if raw or "string" in types:
+        if raw.strip() or "string" in types:
             arguments[key] = _typed(raw, types, found)
         at = end_tag.end()
     function_end = _FUNCTION_END.match(text, at)

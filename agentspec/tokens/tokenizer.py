@@ -29,7 +29,12 @@ CONTROL_TOKENS = (
     "</tool_response>",
 )
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
-JSON_GLUE = ('{"name": "', '", "arguments": {"', '", "arguments": {}}', '": "', '", "', '"}}')
+# fmt: off
+JSON_GLUE = (
+    '{"name": "', '\n{"name": "', '", "arguments": {"', '", "arguments": {}}', '": "', '": ',
+    '", "', ', "', '"}}', '}}', '"}}\n', '}}\n', '", "arguments": {}}\n',
+)
+# fmt: on
 CHAT_GLUE = ("system\n", "user\n", "assistant\n", "\n\n")
 _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _QWEN2_WORDS = (
@@ -151,7 +156,7 @@ def _control(piece: str, special: bool = True) -> hf.AddedToken:
 
 
 def _longest_first(words: Iterable[str]) -> str:
-    """A regex that matches the longest of ``words``; as a trie, its cost does not grow with them."""
+    """A regex that matches the longest of ``words``; a trie, so that many words cost no more."""
     trie: dict[str, Any] = {}
     for word in words:
         node = trie

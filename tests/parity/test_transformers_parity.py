@@ -1,0 +1,223 @@
+"""Our decoder against transformers' Qwen3 and Llama: tiny random models, no download.
+
+torch and transformers are a second, independent implementation of the same architectures.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="parity needs torch: pip install -e .[parity]")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.numpy import load_file  # noqa: E402
+
+from agentspec.model import attention  # noqa: E402
+from agentspec.model.layers import rotary  # noqa: E402
+from agentspec.model.weights import load_model, save_hf  # noqa: E402
+
+LLAMA3 = {
+    "rope_theta": 10000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PLAIN = {"rope_theta": 10000.0, "rope_type": "default"}
+CASES = {
+    "qwen3-tied-gqa-head-apart": dict(kind="qwen3", tied=True, heads=4, kv=2, head_dim=24),
+    "qwen3-untied-mha": dict(kind="qwen3", tied=False, heads=4, kv=4, head_dim=16),
+    "llama-tied-gqa": dict(kind="llama", tied=True, heads=6, kv=2, head_dim=8),
+    "llama-untied-mha-scaled": dict(
+        kind="llama", tied=False, heads=2, kv=2, head_dim=16, rope=LLAMA3
+    ),
+}
+
+
+def hf_model(kind, tied, heads, kv, head_dim, rope=PLAIN):
+    """A random float32 model whose norms are not all ones."""
+    name = {"qwen3": "Qwen3", "llama": "Llama"}[kind]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=61,
+        hidden_size=32 if kind == "qwen3" else 48,
+        intermediate_size=56,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        rope_parameters=dict(rope),
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def pair(request, tmp_path_factory):
+    """(transformers' model, its folder, ours loaded from that folder)."""
+    model = hf_model(**CASES[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder, load_model(folder)
+
+
+def random_ids(rows: int, tokens: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 61, (rows, tokens))
+
+
+def test_layers_and_logits_match(pair):
+    model, _, loaded = pair
+    ids = random_ids(2, 140)  # two query tiles, and past Llama 3's original length
+    with torch.no_grad():
+        out = model(torch.tensor(ids), output_hidden_states=True)
+    module = loaded.model.module(loaded.params)
+    positions = jnp.broadcast_to(jnp.arange(140), (2, 140))
+    rope = rotary(loaded.config, positions)
+    seen = attention.visible_tiles(attention.Layout(positions))
+    x = module.embedding[...][ids]
+    np.testing.assert_array_equal(np.asarray(x), out.hidden_states[0].numpy())
+    for number, layer in enumerate(module.stack()):
+        # each layer from transformers' own input, so that errors do not add up
+        given = jnp.asarray(out.hidden_states[number].numpy())
+        x = layer(given, rope, seen)
+        if number == loaded.config.n_layers - 1:  # transformers gives the last one normed
+            x = module.norm(x)
+        wanted = out.hidden_states[number + 1].numpy()
+        np.testing.assert_allclose(np.asarray(x), wanted, atol=1e-5, rtol=1e-5)
+    logits = np.asarray(loaded.apply(loaded.params, ids))
+    assert logits.dtype == np.float32
+    assert np.abs(out.logits.numpy()).max() > 0.5  # the comparison is not of zeros
+    np.testing.assert_allclose(logits, out.logits.numpy(), atol=1e-4, rtol=0)
+
+
+def test_loss_gradients_match(pair):
+    model, _, loaded = pair
+    ids = random_ids(2, 12)
+    model.zero_grad()
+    logits = model(torch.tensor(ids)).logits[:, :-1]
+    torch.nn.functional.cross_entropy(
+        logits.reshape(-1, 61), torch.tensor(ids[:, 1:].reshape(-1))
+    ).backward()
+
+    def loss(params):
+        logp = jax.nn.log_softmax(loaded.model.apply(params, ids)[:, :-1])
+        return -jnp.take_along_axis(logp, ids[:, 1:, None], axis=-1).mean()
+
+    ours = jax.jit(jax.grad(loss))(loaded.params)
+    embedding = model.model.embed_tokens.weight.grad.numpy()
+    np.testing.assert_allclose(ours["embedding"], embedding, atol=1e-5, rtol=1e-4)
+    block, layer = model.model.layers[1], ours["layers"]["1"]
+    for got, wanted in [
+        (layer["attention"]["q"], block.self_attn.q_proj),
+        (layer["attention"]["k"], block.self_attn.k_proj),
+        (layer["attention"]["o"], block.self_attn.o_proj),
+        (layer["mlp"]["down"], block.mlp.down_proj),
+        (layer["mlp_norm"]["weight"], block.post_attention_layernorm),
+    ]:
+        wanted = wanted.weight.grad.numpy()
+        np.testing.assert_allclose(
+            np.asarray(got).reshape(wanted.shape), wanted, atol=1e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
+def test_hf_to_ours_to_hf_is_bit_equal_and_loads_strictly(pair, tmp_path, max_shard_bytes):
+    model, folder, loaded = pair
+    save_hf(loaded, tmp_path / "out", max_shard_bytes)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_bytes < 10**9)
+    theirs, ours = load_file(folder / "model.safetensors"), {}
+    for file in files:
+        ours |= load_file(file)
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert ours[name].dtype == array.dtype
+        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+    again, info = type(model).from_pretrained(
+        tmp_path / "out", output_loading_info=True, local_files_only=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    ids = torch.tensor(random_ids(1, 40))
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+    assert again.config.eos_token_id == 2 and again.config.bos_token_id == 1
+
+
+def test_export_is_read_by_the_old_config_form_too(pair, tmp_path):
+    """The 4.x keys (rope_theta, rope_scaling) in our export say the same as the 5.x ones."""
+    _, _, loaded = pair
+    save_hf(loaded, tmp_path / "out")
+    hf = json.loads((tmp_path / "out" / "config.json").read_text())
+    del hf["rope_parameters"]
+    assert type(loaded.config).from_hf(hf) == loaded.config
+
+
+def test_b53_head_dim_is_set_apart(tmp_path: Path):
+    """Qwen3's q_proj is [heads * head_dim, width], 96 x 32 here, and its q/k norms have 24."""
+    hf_model(**CASES["qwen3-tied-gqa-head-apart"]).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    attention_params = loaded.params["layers"]["0"]["attention"]
+    assert attention_params["q"].shape == (4, 24, 32)
+    assert attention_params["k"].shape == (2, 24, 32)
+    assert attention_params["q_norm"]["weight"].shape == (24,)
+
+
+def test_bfloat16_file_keeps_its_bits(tmp_path: Path):
+    model = hf_model(**CASES["qwen3-untied-mha"]).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "in")
+    loaded = load_model(tmp_path / "in")
+    assert loaded.config.dtype == "bfloat16"
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(loaded.params))
+    save_hf(loaded, tmp_path / "out")
+    ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("out", "in"))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert ours[name].tobytes() == theirs[name].tobytes(), name
+    logits = loaded.apply(loaded.params, random_ids(1, 20))
+    assert logits.dtype == jnp.float32
+    wide = load_model(tmp_path / "in", dtype="float32")
+    reference = wide.apply(wide.params, random_ids(1, 20))
+    assert float(jnp.abs(logits - reference).mean()) < 0.05  # bfloat16's own rounding
+
+
+@pytest.mark.parametrize("head_in_file", [True, False])
+def test_b54_tied_head_in_the_file_or_not(tmp_path: Path, head_in_file: bool):
+    from safetensors.numpy import save_file
+
+    model = hf_model(**CASES["llama-tied-gqa"])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    if head_in_file:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        save_file(tensors, file)
+    loaded = load_model(tmp_path)
+    assert "head" not in loaded.params
+    ids = random_ids(1, 9)
+    with torch.no_grad():
+        wanted = model(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(loaded.apply(loaded.params, ids), wanted, atol=1e-4, rtol=0)
+    if head_in_file:
+        tensors["lm_head.weight"][3, 3] += 1
+        save_file(tensors, file)
+        with pytest.raises(ValueError, match="lm_head.weight differs"):
+            load_model(tmp_path)
