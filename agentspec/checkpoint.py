@@ -87,7 +87,9 @@ class Checkpointer:
             self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         saves = {name: ocp.args.PyTreeSave(_owned(item)) for name, item in items.items()}
         self._orbax.save(partial / "state", args=ocp.args.Composite(**saves))
-        self._pending = self._pool.submit(self._commit, step, partial, _manifest(step, state, items))
+        self._pending = self._pool.submit(
+            self._commit, step, partial, _manifest(step, state, items)
+        )
 
     def wait(self) -> None:
         """Returns when the save under way is complete; raises what it failed with."""
@@ -323,7 +325,7 @@ def _read(path: epath.Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]
 
 
 def _owned(item: dict[str, Any]) -> dict[str, Any]:
-    """On one process of CPU devices, copies: a view there would be of memory that gets donated."""
+    """Copies on CPU devices: Orbax holds views there, which would keep JAX from donating."""
     if jax.process_count() > 1 or jax.default_backend() != "cpu":
         return item
     return {key: jax.device_put(np.array(x), x.sharding) for key, x in item.items()}

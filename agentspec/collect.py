@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from agentspec import rng
@@ -36,13 +36,13 @@ class ChosenTurns:
         return await self.speculator.propose(seq, turn, seed) if drawn else []
 
 
-def run_all(engine: Any, jobs: Sequence[Any], at_once: int) -> list[Trajectory]:
+def run_all(jobs: Sequence[Awaitable[Trajectory]], at_once: int) -> list[Trajectory]:
     """Runs episode coroutines on a fresh simulated clock, ``at_once`` at a time; in given order."""
 
     async def main() -> list[Trajectory]:
         gate = asyncio.Semaphore(at_once)
 
-        async def gated(job: Any) -> Trajectory:
+        async def gated(job: Awaitable[Trajectory]) -> Trajectory:
             async with gate:
                 return await job
 
@@ -60,7 +60,7 @@ def episodes(
         _episode(job, engine, task, rng.stream(job.settings.seed, name, n), greedy, temperature)
         for n, task in enumerate(tasks)
     ]
-    return run_all(engine, jobs, job.settings.engine.rows)
+    return run_all(jobs, job.settings.engine.rows)
 
 
 def agent_groups(job: Job, engine: Any, tasks: Sequence[Task], step: int) -> list[list[Trajectory]]:
@@ -80,7 +80,7 @@ def agent_groups(job: Job, engine: Any, tasks: Sequence[Task], step: int) -> lis
         for n, task in enumerate(tasks)
         for member in range(s.agent.group_size)
     ]
-    flat = run_all(engine, jobs, s.engine.rows)
+    flat = run_all(jobs, s.engine.rows)
     size = s.agent.group_size
     return [flat[i : i + size] for i in range(0, len(flat), size)]
 
@@ -101,7 +101,7 @@ def speculator_episodes(job: Job, engine: Any, tasks: Sequence[Task], step: int)
         seed = rng.stream(s.seed, "speculator", step, n)
         chosen = ChosenTurns(inner, share, seed)
         jobs.append(_episode(job, engine, task, seed, chosen, s.agent.temperature))
-    return run_all(engine, jobs, s.engine.rows)
+    return run_all(jobs, s.engine.rows)
 
 
 def predict(
@@ -136,7 +136,7 @@ def predict(
         return dataclasses.replace(trajectory, turns=turns)
 
     at_once = max(1, job.settings.engine.speculator_rows // 2)
-    return run_all(engine, [one(t) for t in trajectories], at_once)
+    return run_all([one(t) for t in trajectories], at_once)
 
 
 async def _episode(

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
@@ -33,7 +33,7 @@ class ModelSettings:
     head_dim: int = 24
     d_ff: int = 256
     rope_theta: float = 10000.0
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
 
 
@@ -41,7 +41,7 @@ class ModelSettings:
 class ChatSettings:
     """How conversations become ids. ``suffix`` is the speculation suffix's one instruction."""
 
-    style: str = "hermes"
+    style: Literal["hermes", "smollm2"] = "hermes"
     tools_in_prompt: bool = False
     system: str = ""
     think: bool = True
@@ -96,7 +96,7 @@ class AgentSettings:
 class SpeculatorSettings:
     """A speculator update: fresh episodes, about ``prefixes_per_step`` turn starts of them.
 
-    ``targets``: ``current`` (calls of the present agent) or ``frozen_sft`` (of the agent after SFT).
+    ``targets``: ``current`` (the present agent's calls) or ``frozen_sft`` (the SFT agent's).
     ``turns_per_episode`` is the expected number of turns, from which the share of turn starts to
     draw follows.
     """
@@ -106,7 +106,7 @@ class SpeculatorSettings:
     group_size: int = 8
     temperature: float = 1.0
     max_tokens: int = 48
-    targets: str = "current"
+    targets: Literal["current", "frozen_sft"] = "current"
     merge_equal_prefixes: bool = True
     turns_per_episode: float = 4.0
 
@@ -115,7 +115,7 @@ class SpeculatorSettings:
 class SpeculationSettings:
     """Pre-execution. ``in_agent_blocks``: one greedy fork a turn during agent updates too."""
 
-    cut: str = "turn_start"
+    cut: Literal["turn_start"] = "turn_start"
     in_agent_blocks: bool = True
     calls_per_turn: int = 1
     calls_per_episode: int = 32
@@ -125,9 +125,9 @@ class SpeculationSettings:
 class RewardSettings:
     """See SPEC: ``argument_keys`` target | union, ``no_call_turns`` skip | reward."""
 
-    argument_keys: str = "target"
+    argument_keys: Literal["target", "union"] = "target"
     repeat_penalty: float = 0.1
-    no_call_turns: str = "skip"
+    no_call_turns: Literal["skip", "reward"] = "skip"
     abstain_on_call: float = 0.0
 
 
@@ -137,9 +137,9 @@ class LossSettings:
 
     clip_low: float = 0.2
     clip_high: float = 0.28
-    aggregate: str = "token_mean"
+    aggregate: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     kl: float = 0.0
-    old_logp: str = "trainer"
+    old_logp: Literal["trainer", "sampler"] = "trainer"
     drop_uniform_groups: bool = True
     logits_chunk_tokens: int = 0
 
@@ -184,11 +184,11 @@ class StageSettings:
     train until as many tokens as that stage trained.
     """
 
-    kind: str = "sft"
+    kind: Literal["load", "pretrain", "sft", "rl"] = "sft"
     start: str = ""
     steps: int = 0
     lr: float = 1e-3
-    decay: str = "constant"  # constant | cosine
+    decay: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
     n_examples: int = 0
     rows_per_step: int = 32
@@ -259,23 +259,6 @@ class Settings:
 
 
 STAGE_NAMES = tuple(f.name for f in dataclasses.fields(Settings) if f.type == "StageSettings")
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "model.dtype": ("float32", "bfloat16"),
-    "chat.style": ("hermes", "smollm2"),
-    "speculator.targets": ("current", "frozen_sft"),
-    "speculation.cut": ("turn_start",),
-    "reward.argument_keys": ("target", "union"),
-    "reward.no_call_turns": ("skip", "reward"),
-    "loss.aggregate": ("token_mean", "sequence_mean", "constant_length"),
-    "loss.old_logp": ("trainer", "sampler"),
-} | {
-    f"{stage}.{key}": values
-    for stage in STAGE_NAMES
-    for key, values in {
-        "kind": ("load", "pretrain", "sft", "rl"),
-        "decay": ("constant", "cosine"),
-    }.items()
-}
 _WORLDS = ("lookup", "storefront", "hotpot")
 
 
@@ -305,7 +288,9 @@ def _typed(cls: type, config: Any, path: str) -> Any:
             name = f"{path}{key}"
             values[key] = (
                 _typed(kind, value, f"{name}.")
-                if dataclasses.is_dataclass(kind) and isinstance(value, (ConfigDict, dict))
+                if isinstance(kind, type)
+                and dataclasses.is_dataclass(kind)
+                and isinstance(value, ConfigDict | dict)
                 else _checked(value, kind, name)
             )
     return cls(**values)
@@ -317,6 +302,11 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
         if not isinstance(value, tuple):
             raise ConfigError(f"config key {name} must be a tuple, got {value!r}")
         return tuple(_checked(v, item, f"{name}[{i}]") for i, v in enumerate(value))
+    if typing.get_origin(kind) is Literal:
+        allowed = typing.get_args(kind)
+        if value not in allowed:
+            raise ConfigError(f"config key {name} must be one of {allowed}, got {value!r}")
+        return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
@@ -333,11 +323,6 @@ def check_config(s: Settings) -> None:
         if not ok:
             raise ConfigError(message)
 
-    for name, allowed in _CHOICES.items():
-        value: Any = s
-        for part in name.split("."):
-            value = getattr(value, part)
-        need(value in allowed, f"config key {name} must be one of {allowed}, got {value!r}")
     for world in s.world.names:
         need(world in _WORLDS, f"config key world.names must be among {_WORLDS}, got {world!r}")
     need(bool(s.world.names), "config key world.names is empty; name at least one world")

@@ -85,7 +85,7 @@ def play(job: Job, params: Any, tasks: Sequence[Task], temperature: float) -> Pl
                     *args, toolbox=box, speculator=speculator, budget=budget, agreement=agreement
                 )
             )
-        return collect.run_all(recorded, jobs, len(jobs) if timed else s.engine.rows)
+        return collect.run_all(jobs, len(jobs) if timed else s.engine.rows)
 
     agreement = s.evaluate.agreement if temperature > 0 else 0
     played = Played(run(True, False, agreement), run(False, True), run(True, True))
@@ -137,7 +137,9 @@ def row_numbers(job: Job, worlds: Sequence[str], played: Played) -> Row:
     return _plain(row)
 
 
-def evaluate_stage(job: Job, name: str, params: Any, temperature: float) -> tuple[list[Row], Played]:
+def evaluate_stage(
+    job: Job, name: str, params: Any, temperature: float
+) -> tuple[list[Row], Played]:
     """A row for each world and one for all of them."""
     n = job.settings.evaluate.tasks_per_world
     tasks = [task for world in job.worlds.values() for task in world.tasks("test")[:n]]

@@ -14,12 +14,13 @@ from agentspec import rng
 from agentspec.configuration import Settings
 from agentspec.envs import lookup, storefront
 from agentspec.envs.base import WorldSource
-from agentspec.envs.episode import EpisodeLimits
+from agentspec.envs.episode import CUT_TURN, EpisodeLimits
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.model.weights import load_model
 from agentspec.rollout.engine import Engine
 from agentspec.tokens.chat import Chat
+from agentspec.tokens.parse import PROBLEMS
 from agentspec.tokens.tokenizer import Tokenizer, build_word_tokenizer, load_tokenizer
 from agentspec.types import SamplingParams, Task, ToolSpec
 
@@ -98,6 +99,7 @@ def build_job(settings: Settings) -> Job:
         pieces = [piece for world in worlds.values() for piece in world.pieces()]
         glue = settings.chat.suffix.split(" ")
         pieces += [word if i == 0 else " " + word for i, word in enumerate(glue)]
+        pieces += [CUT_TURN, "error: ", "; ", *PROBLEMS]
         tokenizer = build_word_tokenizer(list(dict.fromkeys(pieces)))
         config = ModelConfig(
             vocab_size=tokenizer.vocab_size,

@@ -41,7 +41,7 @@ class StageProgress:
                 TextColumn("{task.fields[numbers]}"),
                 console=Console(stderr=True),
             )
-            self._task = self._live.add_task(stage, total=total, completed=first, numbers="")
+            self._task = self._live.add_task(stage, total=total, completed=int(first), numbers="")
 
     def __enter__(self) -> StageProgress:
         """Starts the display."""

@@ -7,7 +7,7 @@ log. Paper: R_ag = success - lambda * repeats; R_sp = R_name * R_args; advantage
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from agentspec.job import Job
 from agentspec.losses.advantages import group_advantages
 from agentspec.rewards.calls import call_reward, repeat_count
 from agentspec.speculation.candidates import hit_report
-from agentspec.types import Branch, ToolCall, Trajectory, TreeRow, Turn
+from agentspec.types import Branch, ToolCall, ToolSpec, Trajectory, TreeRow, Turn
 
 Numbers = dict[str, float]
 
@@ -158,7 +158,11 @@ def _asked(trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, int
 
 
 def _reward(
-    job: Job, call: ToolCall | None, broken: bool, target: ToolCall | None, specs: dict
+    job: Job,
+    call: ToolCall | None,
+    broken: bool,
+    target: ToolCall | None,
+    specs: Mapping[str, ToolSpec],
 ) -> float:
     r = job.settings.reward
     if target is None:  # the turn made no call: abstaining is right

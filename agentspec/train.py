@@ -30,6 +30,7 @@ from agentspec.progress import StageProgress, say
 from agentspec.stage import Stage, open_stage
 from agentspec.tasks.stream import TaskStream
 from agentspec.tokens.pack import pack
+from agentspec.types import Task, TreeRow
 from agentspec.workdir import claim
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.")
@@ -73,7 +74,7 @@ def run_rl(job: Job, stage: Stage, writer: Writer) -> None:
             phase = phases.at(step)  # 1
             if phase.switched and s.schedule.reset:
                 stage.state = stage.optimizer.reset(stage.state)  # 2
-            rows, numbers = _collect_and_score(job, engine, frozen, stream, stage, phase.mode)  # 3-4
+            rows, numbers = _episodes(job, engine, frozen, stream, stage, phase.mode)  # 3, 4
             collected_s = time.monotonic() - began_s
             batches = pack(rows, s.pack.row_tokens, s.pack.rows_per_batch)  # 5
             stage.state, update_numbers = update(stage.state, batches, phase=phase.mode)  # 6
@@ -89,9 +90,9 @@ def run_rl(job: Job, stage: Stage, writer: Writer) -> None:
             progress.show(step + 1, phase.mode, numbers, last=step + 1 == total)
 
 
-def _collect_and_score(
-    job: Job, engine: Any, frozen: Any, stream: TaskStream, stage: Stage, mode: str
-) -> tuple[list, dict[str, float]]:
+def _episodes(
+    job: Job, engine: Any, frozen: Any, stream: TaskStream[Task], stage: Stage, mode: str
+) -> tuple[list[TreeRow], dict[str, float]]:
     s = job.settings
     n = s.agent.tasks_per_step if mode == "agent" else s.speculator.tasks_per_step
     tasks = stream.batch(stage.next_task, n)
@@ -106,7 +107,7 @@ def _collect_and_score(
     return scoring.speculator_rows(job, episodes)
 
 
-def _training_tasks(job: Job) -> list:
+def _training_tasks(job: Job) -> list[Task]:
     return [task for task in job.tasks("train") if not task.data.get("vacuous")]
 
 

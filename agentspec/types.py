@@ -104,7 +104,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One prediction of the agent's next call: ``call`` is None for an abstention or parse failure."""
+    """One prediction of the agent's next call; ``call`` is None for none or an unreadable one."""
 
     ids: tuple[int, ...]
     logps: tuple[float, ...]

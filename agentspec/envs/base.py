@@ -1,4 +1,4 @@
-"""The contract of a world: a value that can be reset, stepped, forked and scored (design, idea 4)."""
+"""The contract of a world: a value to reset, step, fork and score (design, idea 4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from agentspec.types import Message, Score, Task, ToolCall, ToolSpec
 
 @runtime_checkable
 class World(Protocol):
-    """One episode's world. Its own methods never sleep; waiting times are ``envs.tools``' affair."""
+    """One episode's world. Its own methods never sleep; waiting times are ``envs.tools``' affair.
+
+    A world may set ``done = True`` to end the episode after a call.
+    """
 
     tools: tuple[ToolSpec, ...]
 
@@ -19,7 +22,8 @@ class World(Protocol):
 
     async def step(self, call: ToolCall) -> str:
         """Runs one call and returns the observation. Raises for program faults; a bad argument is
-        an observation that says so."""
+        an observation that says so.
+        """
         ...
 
     async def reply(self, content: str) -> Message | None:
@@ -45,14 +49,18 @@ class Expert(Protocol):
 
     def act(self, observations: list[str] | str | None) -> Any:
         """The next turn (an ``AssistantAct``) given what came back: None on the first turn, the
-        observations after calls, a text after a user's reply."""
+        observations after calls, a text after a user's reply.
+        """
         ...
 
 
 class WorldSource(Protocol):
     """Makes worlds of one kind, their tasks by split, and experts for them."""
 
-    specs: tuple[ToolSpec, ...]
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        """The tools of its worlds."""
+        ...
 
     def new(self) -> World:
         """A fresh world, to be reset with one of the tasks."""

@@ -15,6 +15,8 @@ from agentspec.envs.base import Expert, World
 from agentspec.envs.tools import ToolBox, ToolResult
 from agentspec.types import Completion, Event, ParsedTurn, SamplingParams, Task, Trajectory, Turn
 
+CUT_TURN = "error: turn cut at its token limit"
+
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeLimits:
@@ -134,10 +136,7 @@ class EpisodeBuilder:
 
     def _complaint(self, turn: Turn) -> str:
         if turn.finish != "stop":
-            return (
-                f"error: the turn was cut at {turn.end - turn.start} tokens, before a complete "
-                "tool call or answer"
-            )
+            return CUT_TURN
         return "error: " + "; ".join(turn.problems)
 
     def _append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -96,7 +97,6 @@ class ToolBox:
         self._latency = latency
         self._clean_up = clean_up
         self._clean_up_limit_s = clean_up_limit_s
-        self._validators: dict[str, Any] = {}
 
     def spec(self, name: str) -> ToolSpec | None:
         """The declared tool of that name; None if there is none."""
@@ -112,11 +112,9 @@ class ToolBox:
         if spec is None:
             names = ", ".join(s.name for s in self.world.tools) or "none"
             return f"unknown tool {_short(call.name)!r}; the tools are: {names}"
-        if spec.name not in self._validators:
-            jsonschema.Draft202012Validator.check_schema(spec.parameters)
-            self._validators[spec.name] = jsonschema.Draft202012Validator(spec.parameters)
+        validator = _validator(json.dumps(spec.parameters, sort_keys=True))
         try:
-            errors = sorted(self._validators[spec.name].iter_errors(call.arguments), key=_place)
+            errors = sorted(validator.iter_errors(call.arguments), key=_place)
         except RecursionError:
             return f"{spec.name}: the arguments are nested too deeply"
         if not errors:
@@ -247,6 +245,14 @@ def _clean(text: str) -> str:
 def _place(error: Any) -> str:
     path = ".".join(str(part) for part in error.absolute_path)
     return f"argument {path!r}: " if path else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _validator(schema: str) -> Any:
+    """The validator of a JSON schema's text; checking a schema costs more than using it."""
+    parameters = json.loads(schema)
+    jsonschema.Draft202012Validator.check_schema(parameters)
+    return jsonschema.Draft202012Validator(parameters)
 
 
 def _short(text: str, limit: int = 200) -> str:

@@ -130,6 +130,24 @@ def _heads(x_BTD: jax.Array, weight_HED: jax.Array) -> jax.Array:
     return flat.reshape(*x_BTD.shape[:2], H, E).swapaxes(1, 2)
 
 
+@jax.custom_jvp
+def silu(x: jax.Array) -> jax.Array:
+    """Returns x * sigmoid(x). On CPU XLA's own ``logistic`` rounds worse: 1.5 times the error in a
+    deep model's logits. The derivative is given since this form's own is NaN far below zero.
+    """
+    return x / (1 + jnp.exp(-x))
+
+
+@silu.defjvp
+def _silu_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    gate = 1 / (1 + jnp.exp(-x))
+    y = silu(x)
+    return y, dx * (gate + y * (1 - gate))
+
+
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
@@ -142,7 +160,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns [B, T, D]."""
-        hidden_BTF = jax.nn.silu(x_BTD @ self.gate[...].T) * (x_BTD @ self.up[...].T)
+        hidden_BTF = silu(x_BTD @ self.gate[...].T) * (x_BTD @ self.up[...].T)
         return hidden_BTF @ self.down[...].T
 
 

@@ -24,7 +24,7 @@ class Latency(Protocol):
 
 
 class RecordedEngine:
-    """Serves remembered completions, after ``latency``; what it does not know, ``engine`` samples."""
+    """Serves remembered completions after ``latency``; what it does not know is sampled."""
 
     def __init__(self, engine: Any) -> None:
         """Wraps ``engine``; nothing is remembered yet."""

@@ -6,14 +6,18 @@ pool: waves of row copies and prefills, then one decode call over all rows of th
 A fork is lazy: the child names its parent and how many of the parent's ids it shares, and copies
 the parent's row when it first samples. Until then the parent's row stays, closed or not. A parent
 that has no row yet is prefilled once and then copied. Agent tracks never descend from speculator
-tracks, so agent rows never wait for speculator rows; a speculator parent is given a row only
-together with its child, so at least one row is left for children to go through.
+tracks, so agent rows never wait for speculator rows.
+
+Nobody waits for ever for speculator rows that only wait themselves: a rowless parent is given a row
+only together with its child; idle finished tracks lose theirs to those who need one; and when rows
+are short a child takes its idle parent's row over instead of copying it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from agentspec.types import Mode, SamplingParams
@@ -201,14 +205,20 @@ class Scheduler:
             track.parent = None
             return self._seat(track, plan)
         heir = lineage[-2] if len(lineage) > 1 else None
-        if heir is not None and _inherits(heir):
-            needed[heir.pool] -= 1
-        for pool, n_rows in needed.items():
-            if not self._make_room(pool, n_rows, plan, keep=lineage):
-                return False
+        takes_over = heir is not None and _may_take_over(heir, rows_short=False)
+        victims = self._victims(needed, heir if takes_over else None, lineage, plan)
+        if victims is None and heir is not None and _may_take_over(heir, rows_short=True):
+            takes_over = True
+            victims = self._victims(needed, heir, lineage, plan)
+        if victims is None:
+            return False
+        for victim in victims:
+            assert victim.row is not None
+            victim.pool.free.append(victim.row)
+            _unseat(victim)
         for ancestor, child in zip(lineage[:0:-1], lineage[-2::-1], strict=True):
-            self._fill(ancestor, child.shared, plan)
-        self._fill(track, len(track.ids) - 1, plan)
+            self._fill(ancestor, child.shared, takes_over and ancestor is heir, plan)
+        self._fill(track, len(track.ids) - 1, takes_over and track is heir, plan)
         return True
 
     def _skip_spent_parents(self, track: Track) -> None:
@@ -222,28 +232,30 @@ class Scheduler:
                 parent.parent.waiting[parent.parent.waiting.index(parent)] = track
                 parent.parent = None
 
-    def _make_room(self, pool: Pool, n_rows: int, plan: Plan, keep: list[Track]) -> bool:
-        """Whether ``n_rows`` are free, after turning idle tracks out where the pool may."""
-        if len(pool.free) >= n_rows:
-            return True
-        idle = [
-            track
-            for track in pool.seated
-            if pool.evicts
-            and track.request is None
-            and not (track.waiting or track in keep or track in plan.sources or track in plan.ready)
-        ]
-        missing = n_rows - len(pool.free)
-        if len(idle) < missing:
-            return False
-        for track in idle[:missing]:
-            assert track.row is not None
-            pool.free.append(track.row)
-            pool.seated.remove(track)
-            track.row, track.cached = None, 0
-        return True
+    def _victims(
+        self, needed: Mapping[Pool, int], heir: Track | None, keep: list[Track], plan: Plan
+    ) -> list[Track] | None:
+        """Idle tracks to turn out so that the needed rows are free; None when they cannot be.
 
-    def _fill(self, track: Track, n_needed: int, plan: Plan) -> None:
+        ``heir`` needs no free row, since it takes its parent's.
+        """
+        victims: list[Track] = []
+        for pool, n_rows in needed.items():
+            missing = n_rows - len(pool.free) - (heir is not None and heir.pool is pool)
+            idle = [
+                track
+                for track in pool.seated
+                if pool.evicts
+                and track.request is None
+                and not track.waiting
+                and not (track in keep or track in plan.sources or track in plan.ready)
+            ]
+            if missing > len(idle):
+                return None
+            victims += idle[: max(missing, 0)]
+        return victims
+
+    def _fill(self, track: Track, n_needed: int, takes_over: bool, plan: Plan) -> None:
         """Gives the track a row if it has none; plans what puts its first ``n_needed`` ids there.
 
         What is read at all is read up to the last id but one, so that a prompt is cut into the
@@ -252,10 +264,8 @@ class Scheduler:
         wave = plan.ready.get(track, 0)
         if track.row is None:
             parent = track.parent
-            if parent is not None and _inherits(track):
-                track.row, track.cached = parent.row, min(parent.cached, track.shared)
-                parent.pool.seated.remove(parent)
-                parent.row = None
+            if takes_over:
+                _take_over(track)
                 wave = len(plan.waves)  # after every copy that reads this row
                 plan.ready[track] = wave
             else:
@@ -281,12 +291,11 @@ class Scheduler:
     def _leave(self, track: Track, plan: Plan | None) -> None:
         """Ends the tie to the parent if there is one to end, and frees what nobody needs."""
         if not track.waiting and track.closed and track.row is not None:
-            track.pool.seated.remove(track)
             if plan is None:
                 track.pool.free.append(track.row)
             else:
                 plan.vacated.append((track.pool, track.row))
-            track.row, track.cached = None, 0
+            _unseat(track)
         gone = track.closed and not track.waiting
         parent = track.parent
         if parent is not None and (gone or track.row is not None):
@@ -295,13 +304,36 @@ class Scheduler:
             self._leave(parent, plan)
 
 
-def _inherits(track: Track) -> bool:
-    """Whether the track takes its closed parent's row over, being the last child to want it."""
-    parent = track.parent
-    return (
-        parent is not None
-        and parent.closed
-        and parent.row is not None
-        and parent.pool is track.pool
-        and len(parent.waiting) == 1
-    )
+def _may_take_over(heir: Track, *, rows_short: bool) -> bool:
+    """Whether the track may have its parent's row instead of a copy.
+
+    Always when the parent is closed and has no other child. When rows are short, also with
+    siblings (which then share the heir's row), and from an idle open parent where the pool evicts.
+    """
+    parent = heir.parent
+    if parent is None or parent.row is None or parent.pool is not heir.pool:
+        return False
+    if parent.request is not None:
+        return False
+    if rows_short:
+        return parent.closed or heir.pool.evicts
+    return parent.closed and len(parent.waiting) == 1
+
+
+def _take_over(heir: Track) -> None:
+    """Moves the parent's row to ``heir``, and the ties of its other children with it."""
+    parent = heir.parent
+    assert parent is not None
+    heir.row, heir.cached = parent.row, min(parent.cached, heir.shared)
+    siblings = [child for child in parent.waiting if child is not heir]
+    for sibling in siblings:
+        sibling.parent, sibling.shared = heir, min(sibling.shared, heir.cached)
+    heir.waiting += siblings
+    heir.parent, parent.waiting = None, []
+    _unseat(parent)
+
+
+def _unseat(track: Track) -> None:
+    """The track has no row any more; if it samples again it reads its ids anew."""
+    track.pool.seated.remove(track)
+    track.row, track.cached = None, 0

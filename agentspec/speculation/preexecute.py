@@ -55,18 +55,17 @@ class PreExecution:
         if self._versions[0] == world.state_version:
             await asyncio.wait({self.task})
         if set(self._versions) != {world.state_version} or not self.task.done():
-            self.drop("stale", settled=False)
+            self.drop("stale")
         elif self.task.result().status != "ok":
-            self.drop("failed", settled=False)
+            self.drop("failed")
         else:
             self.status = "hit"
             return self.task.result()
         return None
 
-    def drop(self, status: str, settled: bool = True) -> None:
-        """Cancels the run; ``status`` is kept unless the entry was ``settled`` before."""
-        if not (settled and self.status):
-            self.status = status
+    def drop(self, status: str) -> None:
+        """Cancels the run if it still runs; a status once given stays, as of a hit gone stale."""
+        self.status = self.status or status
         self.task.cancel()
 
 

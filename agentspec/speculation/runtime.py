@@ -69,7 +69,7 @@ async def run_episode(
                 asyncio.create_task(_first_call(seq, s, params, builder))
                 for s in (rng.stream(seed, "agreement", index, i) for i in range(agreement))
             ]
-            pass  # they fork here, before the agent samples on
+            await asyncio.sleep(0)  # they fork here, before the agent samples on
             completion = await seq.sample(params)
             turn, parsed = builder.add_turn(completion, version)
             called_s = clock.time()

@@ -179,6 +179,6 @@ def _write(batch: PackedBatch, b: int, start: int, segment: int, tree: TreeRow) 
         batch.targets_BT[b, predicting] = piece.ids[1:]
         batch.mask_BT[b, predicting] = piece.mask[1:]
         batch.old_logp_BT[b, predicting] = piece.logps[1:]
-        batch.advantage_BT[b, predicting] = np.float32(piece.advantage) * np.asarray(piece.mask[1:])
+        batch.advantage_BT[b, predicting] = np.where(piece.mask[1:], piece.advantage, 0.0)
         start += n
     return start

@@ -32,6 +32,11 @@ Style = Literal["hermes", "qwen_xml"]
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
+PROBLEMS = (
+    "unterminated_think", "truncated", "unclosed_call", "invalid_json", "invalid_xml",
+    "missing_name", "invalid_arguments", "trailing_text", "leading_text", "duplicate_key",
+    "type_mismatch", "stray_close",
+)  # fmt: skip
 _MARKUP = re.compile("|".join(map(re.escape, (CALL_OPEN, CALL_CLOSE, THINK_OPEN))))
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")

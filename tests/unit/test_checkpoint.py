@@ -122,8 +122,11 @@ def test_a_target_of_another_model_names_the_array(tmp_path):
     filled(tmp_path, (1,))
     other = state_at(1)
     other.params["norm"] = jnp.ones(5, jnp.bfloat16)
-    with Checkpointer(tmp_path) as c, pytest.raises(
-        CheckpointError, match=r"params/norm was saved as \[\[4\], 'bfloat16'\].*wants \[\[5\]"
+    with (
+        Checkpointer(tmp_path) as c,
+        pytest.raises(
+            CheckpointError, match=r"params/norm was saved as \[\[4\], 'bfloat16'\].*wants \[\[5\]"
+        ),
     ):
         c.restore(abstract(other))
 
@@ -264,7 +267,9 @@ def test_a_damaged_newest_is_named_and_the_one_before_is_used(tmp_path, damage):
         with pytest.raises(DamagedCheckpoint, match=str(file)):
             c.restore(abstract(state_at(0)), step=2)
         first = damage(tmp_path / "00000001")
-        with pytest.raises(DamagedCheckpoint, match=f"no sound checkpoint is left.*{file}.*{first}"):
+        with pytest.raises(
+            DamagedCheckpoint, match=f"no sound checkpoint is left.*{file}.*{first}"
+        ):
             c.restore(abstract(state_at(0)))
 
 

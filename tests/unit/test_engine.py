@@ -354,6 +354,37 @@ def test_many_stems_with_children_do_not_block_each_other():
     assert sorted(pools["speculator"].free) == list(range(4))
 
 
+def test_stems_that_sample_themselves_and_close_last_do_not_block_each_other():
+    """The way of self-speculation: the stem is the first candidate; all close at the end."""
+
+    async def main(speculator_rows: int):
+        eng = engine(rows=6, speculator_rows=speculator_rows, latency=LatencyModel(token_s=1.0))
+
+        async def propose(i: int) -> list[tuple[int, ...]]:
+            agent = eng.open(words(4 + i, i), seed=i)
+            await agent.sample(SamplingParams(max_tokens=3))
+            stem = agent.fork(seed=0, mode="speculator")
+            stem.extend(SUFFIX)
+            handles = [stem, *(stem.fork(seed=s) for s in (1, 2, 3))]
+            done = await asyncio.gather(
+                *[h.sample(SamplingParams(max_tokens=4 + n)) for n, h in enumerate(handles)]
+            )
+            for handle in (*handles, agent):
+                handle.close()
+            return [completion.ids for completion in done]
+
+        found = await asyncio.gather(*map(propose, range(6)))
+        assert sorted(eng._scheduler.pools["speculator"].free) == list(range(speculator_rows))
+        return found, eng.counters
+
+    wide, wide_counters = run(lambda: main(24))
+    for speculator_rows in (2, 3, 4):
+        narrow, counters = run(lambda n=speculator_rows: main(n))
+        assert narrow == wide
+        for name in ("prefilled_tokens/speculator", "sampled_tokens/speculator"):
+            assert counters[name] == wide_counters[name]
+
+
 def test_closing_children_that_never_sampled_frees_the_closed_parent():
     async def main():
         eng = engine(rows=2)

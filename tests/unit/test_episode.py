@@ -106,7 +106,7 @@ def test_a_cut_turn_is_closed_with_mask_0_and_an_error():
     assert turn.problems  # unterminated_think
     after = text_after(t, turn)
     assert after.startswith("\n</think><|im_end|>\n<|im_start|>user\n")
-    assert "error: the turn was cut at 12 tokens" in after
+    assert "error: turn cut at its token limit" in after
     assert t.finish == "answered"
 
 

@@ -14,7 +14,7 @@ from agentspec.model import attention
 from agentspec.model.cache import cache_bytes, write
 from agentspec.model.config import Llama3Rope, ModelConfig
 from agentspec.model.gguf_file import half_split_rows
-from agentspec.model.layers import inverse_frequencies, rotary, rotate
+from agentspec.model.layers import inverse_frequencies, rotary, rotate, silu
 from agentspec.model.transformer import LanguageModel
 
 CONFIG = ModelConfig(
@@ -184,6 +184,15 @@ def test_remat_gives_the_same_loss_and_gradients(params):
 def test_branches_without_cuts_are_refused(params):
     with pytest.raises(ValueError, match="cuts_BT are given together"):
         MODEL.apply(params, random_ids(1, 3), branch_ids_BT=np.zeros((1, 3), np.int32))
+
+
+def test_silu_and_its_slope_are_finite_everywhere():
+    x = jnp.array([-1e4, -200.0, -1.0, 0.0, 1.0, 200.0])
+    # 1 / (1 + e) = 0.26894; slope at 1: s + s(1 - s) = 0.73106 + 0.19661 = 0.92767
+    wanted = [0.0, 0.0, -0.26894142, 0.0, 0.73105858, 200.0]
+    slopes = [0.0, 0.0, 0.26894142 - 0.19661193, 0.5, 0.73105858 + 0.19661193, 1.0]
+    np.testing.assert_allclose(silu(x), wanted, atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(jax.grad(silu))(x), slopes, atol=1e-6)
 
 
 # Cached decoding --------------------------------------------------------------------------------

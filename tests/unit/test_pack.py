@@ -130,9 +130,7 @@ def test_a_packed_tree_has_the_logps_of_its_separate_rows():
     tree = row(
         trunk,
         [0, 1, 1, 0, 1, 1],
-        branches=tuple(
-            branch(c, suffix + ids, [0, 0] + [1] * len(ids)) for c, ids in cuts.items()
-        ),
+        branches=tuple(branch(c, suffix + ids, [0, 0] + [1] * len(ids)) for c, ids in cuts.items()),
     )
     (batch,) = pack([row([7, 7, 7], [0, 1, 1]), tree], row_tokens=24, rows_per_batch=1)
     apply = jax.jit(model.apply)

@@ -114,5 +114,7 @@ def test_other_warnings_and_what_is_not_one():
     found = run(40, (0.4, 0.4), (0.05, 0.05), (0, 0), (0, 0), dropped=1.0)  # no SFT warm-up
     assert ["no signal: 100% of the agent groups" in w for w in found].count(True) == 1
     assert ["no signal: 100% of the speculator groups" in w for w in found].count(True) == 1
-    assert any("malformed" in w for w in run(120, (0.33, 0.3), (0.08, 0.2), (0.26, 0.3), (0.4, 0.5)))
+    assert any(
+        "malformed" in w for w in run(120, (0.33, 0.3), (0.08, 0.2), (0.26, 0.3), (0.4, 0.5))
+    )
     assert CollapseMonitor().observe({"step": 0, "phase": "sft", "success": None}) == []

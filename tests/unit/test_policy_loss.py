@@ -53,9 +53,7 @@ def test_like_the_loop(seed):
     want = np.where(mask, np.minimum(np.exp(logp - old), 1.5), 0)
     np.testing.assert_allclose(weights, want, rtol=1e-5)
     got, _ = policy_loss(logp, old, advantage, mask, weights_BT=weights)
-    assert float(got) == pytest.approx(
-        twin(logp, old, advantage, mask, weights=weights), abs=1e-5
-    )
+    assert float(got) == pytest.approx(twin(logp, old, advantage, mask, weights=weights), abs=1e-5)
 
 
 def test_clipping_by_hand():

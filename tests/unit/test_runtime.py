@@ -89,7 +89,7 @@ def same(a: Trajectory, b: Trajectory) -> None:
             assert getattr(x, field) == getattr(y, field), field
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     salt=st.integers(0, 10**6),
     kind=st.sampled_from(HOSTILE),
@@ -224,9 +224,16 @@ def test_a_running_preexecution_never_sees_a_state_between_two_writes():
 
 
 def test_the_speculator_sees_the_prefix_even_if_sampling_takes_no_time():
+    seen = []
+
+    class Looks:
+        async def propose(self, seq, turn_index, seed):
+            seen.append(len(seq.ids))
+            return []
+
     policy = turns_policy(call_text(("get", {"key": "a"})), "done")
-    fast = play(policy, lambda e: Oracle(e, SEED), token_s=None, world=FakeShop())
-    assert fast.t.turns[0].candidates[0].call == GET_A
+    fast = play(policy, lambda e: Looks(), token_s=None, world=FakeShop())
+    assert seen == [turn.start for turn in fast.t.turns]
 
 
 class Flaky(FakeShop):
