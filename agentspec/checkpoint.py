@@ -231,12 +231,18 @@ def restore_params(where: epath.PathLike, target: Any = None) -> Any:
 
 
 def abstract(tree: Any, sharding: Any = None) -> Any:
-    """The tree as ShapeDtypeStructs, with ``sharding`` (one, or a tree of them) or its own."""
+    """The tree as ShapeDtypeStructs, with ``sharding`` (one, or a tree of them) or its own.
+
+    Shapes from ``jax.eval_shape`` have none of their own, so they need ``sharding``.
+    """
+
+    def one(leaf: Any, wanted: Any = sharding) -> jax.ShapeDtypeStruct:
+        placed = getattr(leaf, "sharding", None) if wanted is None else wanted
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
+
     if sharding is None or isinstance(sharding, jax.sharding.Sharding):
-        sharding = jax.tree.map(lambda x: sharding or getattr(x, "sharding", None), tree)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, sharding
-    )
+        return jax.tree.map(one, tree)
+    return jax.tree.map(one, tree, sharding)
 
 
 def _name(step: int) -> str:

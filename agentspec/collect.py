@@ -85,8 +85,10 @@ def agent_groups(job: Job, engine: Any, tasks: Sequence[Task], step: int) -> lis
     return [flat[i : i + size] for i in range(0, len(flat), size)]
 
 
-def speculator_episodes(job: Job, engine: Any, tasks: Sequence[Task], step: int) -> list[Trajectory]:
-    """One episode a task; at drawn turn starts ``speculator.group_size`` predictions are sampled."""
+def speculator_episodes(
+    job: Job, engine: Any, tasks: Sequence[Task], step: int
+) -> list[Trajectory]:
+    """One episode a task; ``speculator.group_size`` predictions at the turn starts drawn."""
     s = job.settings
     sp = s.speculator
     share = sp.prefixes_per_step / (len(tasks) * sp.turns_per_episode)

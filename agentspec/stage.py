@@ -134,11 +134,12 @@ class Stage:
 
     def _restore(self) -> None:
         meta = self._checkpointer.read_meta()
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         params = jax.eval_shape(self.job.initial_params)
         tree: dict[str, Any] = {"state": jax.eval_shape(self.optimizer.init, params)}
         if self.settings.patience and not meta["done"]:
             tree["best"] = params
-        restored, meta = self._checkpointer.restore(abstract(tree))
+        restored, meta = self._checkpointer.restore(abstract(tree, here))
         for key, value in meta.items():
             if key != "stage":
                 setattr(self, key, value)

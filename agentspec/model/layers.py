@@ -139,9 +139,7 @@ def silu(x: jax.Array) -> jax.Array:
 
 
 @silu.defjvp
-def _silu_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _silu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
     gate = 1 / (1 + jnp.exp(-x))
     y = silu(x)

@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 
 from agentspec.mesh import param_shardings
 from agentspec.model.config import DTYPES, ModelConfig
-from agentspec.model.gguf_file import read_gguf
 from agentspec.model.transformer import LanguageModel, Params
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -88,6 +87,10 @@ def load_model(path: str | Path, mesh: Mesh | None = None, dtype: str | None = N
     elif not path.exists():
         raise FileNotFoundError(f"no model at {path}")
     elif path.suffix == ".gguf":
+        try:  # the package gguf is an extra, needed for these files only
+            from agentspec.model.gguf_file import read_gguf
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"{path}: reading it needs the package gguf") from error
         config, tensors = read_gguf(path)
     else:
         raise ValueError(f"{path}: expected a Hugging Face folder or a .gguf file")

@@ -10,7 +10,7 @@ tracks, so agent rows never wait for speculator rows.
 
 Nobody waits for ever for speculator rows that only wait themselves: a rowless parent is given a row
 only together with its child; idle finished tracks lose theirs to those who need one; and when rows
-are short a child takes its idle parent's row over instead of copying it.
+are short a child takes its rowless parent's place, or its idle parent's row instead of a copy.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ class Scheduler:
         track.closed = True
         if track.request is not None:
             self.withdraw(track.request)
+            track.request = None
         self._leave(track, None)
 
     def withdraw(self, request: Request) -> None:
@@ -193,17 +194,13 @@ class Scheduler:
         """Gives ``track`` a row with all its ids but the last; False when rows are short."""
         lineage = [track]  # from the track up to the first ancestor that has a row
         while lineage[-1].row is None:
-            self._skip_spent_parents(lineage[-1])
+            while _may_promote(lineage[-1]) and _is_spent(lineage[-1].parent):
+                _promote(lineage[-1])
             parent = lineage[-1].parent
             if parent is None:
                 break
             lineage.append(parent)
         needed = collections.Counter(t.pool for t in lineage if t.row is None)
-        if any(n_rows > pool.n_rows for pool, n_rows in needed.items()):
-            assert track.parent is not None  # no room for both ever: it reads its ids itself
-            track.parent.waiting.remove(track)
-            track.parent = None
-            return self._seat(track, plan)
         heir = lineage[-2] if len(lineage) > 1 else None
         takes_over = heir is not None and _may_take_over(heir, rows_short=False)
         victims = self._victims(needed, heir if takes_over else None, lineage, plan)
@@ -211,7 +208,11 @@ class Scheduler:
             takes_over = True
             victims = self._victims(needed, heir, lineage, plan)
         if victims is None:
-            return False
+            promoted = next(filter(_may_promote, lineage), None)
+            if promoted is None:
+                return False
+            _promote(promoted)
+            return self._seat(track, plan)
         for victim in victims:
             assert victim.row is not None
             victim.pool.free.append(victim.row)
@@ -220,17 +221,6 @@ class Scheduler:
             self._fill(ancestor, child.shared, takes_over and ancestor is heir, plan)
         self._fill(track, len(track.ids) - 1, takes_over and track is heir, plan)
         return True
-
-    def _skip_spent_parents(self, track: Track) -> None:
-        """A closed parent without a row that has no other child is not worth a row."""
-        while (parent := track.parent) is not None:
-            if not parent.closed or parent.row is not None or len(parent.waiting) > 1:
-                return
-            parent.waiting.remove(track)
-            track.parent, track.shared = parent.parent, min(track.shared, parent.shared)
-            if parent.parent is not None:
-                parent.parent.waiting[parent.parent.waiting.index(parent)] = track
-                parent.parent = None
 
     def _victims(
         self, needed: Mapping[Pool, int], heir: Track | None, keep: list[Track], plan: Plan
@@ -317,7 +307,47 @@ def _may_take_over(heir: Track, *, rows_short: bool) -> bool:
         return False
     if rows_short:
         return parent.closed or heir.pool.evicts
-    return parent.closed and len(parent.waiting) == 1
+    return _is_spent(parent)
+
+
+def _is_spent(track: Track | None) -> bool:
+    """Whether a track is of use to one last child only."""
+    return track is not None and track.closed and len(track.waiting) == 1
+
+
+def _may_promote(track: Track) -> bool:
+    """Whether the track may take its rowless parent's place.
+
+    Not when the parent will be seated for a request of its own, nor across pools, whose shapes and
+    so whose last bits differ.
+    """
+    parent = track.parent
+    return (
+        parent is not None
+        and parent.row is None
+        and parent.request is None
+        and parent.pool is track.pool
+    )
+
+
+def _promote(track: Track) -> None:
+    """Puts the track in the place of its parent, which has no row: one row fewer is needed.
+
+    What the parent would have read for its children is read by the track, and its siblings share
+    the track's row.
+    """
+    parent = track.parent
+    assert parent is not None and parent.row is None
+    for sibling in [child for child in parent.waiting if child is not track]:
+        sibling.parent, sibling.shared = track, min(sibling.shared, track.shared)
+        track.waiting.append(sibling)
+    parent.waiting = []
+    track.parent, track.shared = parent.parent, min(track.shared, parent.shared)
+    if track.parent is not None:
+        track.parent.waiting.append(track)
+        if parent.closed:
+            track.parent.waiting.remove(parent)
+            parent.parent = None
 
 
 def _take_over(heir: Track) -> None:

@@ -101,6 +101,8 @@ def test_b42_b43_saved_on_2x4_restored_elsewhere(tmp_path, target):
         shapes = jax.eval_shape(lambda: state_at(1))
         with pytest.raises(CheckpointError, match="params/layers/0/w has no sharding"):
             c.restore(shapes)
+        with pytest.raises(CheckpointError, match="params/layers/0/w has no sharding"):
+            c.restore(abstract(shapes))
         if target == "one device":
             new = SingleDeviceSharding(devices[3])
         else:

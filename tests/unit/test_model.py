@@ -91,6 +91,32 @@ def test_attend_equals_a_loop_over_heads():
             np.testing.assert_allclose(got[b, h], weights @ v[b, h // 3], atol=1e-5)
 
 
+def test_attend_gradients_equal_those_of_a_plain_softmax():
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, h, 6, 4)), jnp.float32) for h in (6, 2, 2))
+    seen = jnp.asarray(rng.random((2, 6, 6)) < 0.5) | jnp.eye(6, dtype=bool)
+    weights = jnp.asarray(rng.normal(size=(2, 6, 6, 4)), jnp.float32)
+
+    def plain(q, k, v):
+        scores = jnp.einsum("bhte,bhse->bhts", q, jnp.repeat(k, 3, 1)) / 2.0
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        return jax.nn.softmax(scores) @ jnp.repeat(v, 3, 1)
+
+    def ours(q, k, v):
+        return attention.attend(q, k, v, seen)
+
+    np.testing.assert_allclose(ours(q, k, v), plain(q, k, v), atol=1e-6)
+    got, wanted = (
+        jax.jit(jax.value_and_grad(lambda *a, f=f: (f(*a) * weights).sum(), argnums=(0, 1, 2)))(
+            q, k, v
+        )
+        for f in (ours, plain)
+    )
+    assert got[0] == pytest.approx(float(wanted[0]), abs=1e-4)
+    for a, b in zip(got[1], wanted[1], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def pack_rows(rows, n_tokens):
     """Rows as one padded batch row: ids, positions, segments (the test's own packing)."""
     ids, positions, segments = (np.zeros((1, n_tokens), np.int32) for _ in range(3))

@@ -46,7 +46,9 @@ def check_books(scheduler: Scheduler) -> None:
             assert not track.closed or track.waiting, "a closed track nobody waits for has a row"
             assert track.parent is None
             assert track.cached <= max(len(track.ids) - 1, 0)
-            assert all(child.parent is track and child.row is None for child in track.waiting)
+            for child in track.waiting:
+                assert child.parent is track and child.row is None
+                assert pool.mode == "agent" or child.pool.mode == "speculator"
 
 
 @pytest.mark.parametrize("seed", range(60))
