@@ -36,6 +36,7 @@ setup(
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "hypothesis>=6.100,<7",
+            "accelerate>=1.10,<2",  # transformers asks for it to read a GGUF file
             "torch==2.13.0",  # for parity tests only; nothing under agentspec/ imports it
             "ruff>=0.15,<0.18",
             "mypy>=2.0,<3",

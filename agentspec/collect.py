@@ -66,17 +66,21 @@ def episodes(
 def agent_groups(job: Job, engine: Any, tasks: Sequence[Task], step: int) -> list[list[Trajectory]]:
     """One group of ``agent.group_size`` episodes for each task.
 
-    With ``speculation.in_agent_blocks`` one greedy prediction a turn is made, for metrics only.
+    The first ``speculation.agent_block_members`` of each make one greedy prediction a turn, for
+    metrics only.
     """
     s = job.settings
-    greedy = (
-        SelfSpeculator(job.chat, job.speculator_sampling(0.0))
-        if s.speculation.in_agent_blocks
-        else None
-    )
+    greedy = SelfSpeculator(job.chat, job.speculator_sampling(0.0))
     t = s.agent.temperature
     jobs = [
-        _episode(job, engine, task, rng.stream(s.seed, "agent", step, n, member), greedy, t)
+        _episode(
+            job,
+            engine,
+            task,
+            rng.stream(s.seed, "agent", step, n, member),
+            greedy if member < s.speculation.agent_block_members else None,
+            t,
+        )
         for n, task in enumerate(tasks)
         for member in range(s.agent.group_size)
     ]

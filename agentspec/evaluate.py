@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from agentspec import collect, rng
-from agentspec.checkpoint import restore_params
+from agentspec import collect, entry, rng
+from agentspec.checkpoint import CheckpointError, abstract, restore_params
 from agentspec.configuration import Settings, settings_from
 from agentspec.envs import episode
 from agentspec.envs.tools import ToolBox, ToolLatency
@@ -35,14 +36,10 @@ from agentspec.speculation.candidates import hit_report
 from agentspec.speculation.clock import LatencyModel
 from agentspec.speculation.events import time_account
 from agentspec.speculation.speculators.selfspec import SelfSpeculator
+from agentspec.tasks.jsonlines import DataError
 from agentspec.types import Task, Trajectory
+from agentspec.workdir import RunError, check, read_object
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder: evaluate all its stages.")
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A stage's folder DIR[:step] to evaluate.")
-_SPECULATOR = flags.DEFINE_string(
-    "speculator_checkpoint", None, "Take the speculator from this DIR[:step] instead."
-)
 Row = dict[str, Any]
 
 
@@ -178,12 +175,27 @@ def cross(
     )
 
 
+def _job(settings: Settings) -> Job:
+    with entry.reading("model.path", settings.model.path):
+        return build_job(settings)
+
+
+def _params(job: Job, where: str | Path) -> Any:
+    """The weights of ``DIR[:step]``, which must be those of the config's model."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return restore_params(where, abstract(jax.eval_shape(job.initial_params), here))
+
+
 def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:
     """Evaluates every stage of a run and writes ``results.json`` after each, resuming there."""
-    job = build_job(settings)
+    missing = [n for n in settings.stages if not (workdir / "checkpoints" / n).is_dir()]
+    if missing:
+        raise RunError(f"{workdir} holds no checkpoints of {', '.join(missing)}; train it first")
+    check(workdir, settings)
     file = workdir / "results.json"
+    results = read_object(file) if file.exists() else {}
+    job = _job(settings)
     key = _plain({"evaluate": dataclasses.asdict(settings.evaluate), "seed": settings.seed})
-    results = json.loads(file.read_text()) if file.exists() else {}
     if results.get("key") != key:
         results = {"key": key, "rows": [], "rows_other_temperatures": []}
     results |= {
@@ -207,7 +219,7 @@ def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:
             if ready and not (crossed and "crossing" not in results):
                 continue
             say(f"[evaluate] {name} at temperature {temperature:g}")
-            params[name] = restore_params(workdir / "checkpoints" / name)
+            params[name] = _params(job, workdir / "checkpoints" / name)
             rows, played = evaluate_stage(job, name, params[name], temperature)
             where[:] = [r for r in where if (r["row"], r["temperature"]) != (name, temperature)]
             where += rows
@@ -264,13 +276,13 @@ def _write(file: Path, results: dict[str, Any]) -> None:
 
 def evaluate_checkpoint(settings: Settings, agent: str, speculator: str | None) -> dict[str, Any]:
     """One checkpoint's rows; with ``speculator``, also that one's Hit@1 on this agent."""
-    job = build_job(settings)
-    params = restore_params(agent)
+    job = _job(settings)
+    params = _params(job, agent)
     temperature = settings.evaluate.temperatures[0]
     rows, played = evaluate_stage(job, Path(agent.split(":")[0]).name, params, temperature)
     results: dict[str, Any] = {"rows": rows}
     if speculator is not None:
-        engine = job.engine(restore_params(speculator))
+        engine = job.engine(_params(job, speculator))
         bare = [_without_candidates(t) for t in played.measured]
         guessed = collect.predict(job, engine, bare, job.speculator_sampling(0.0))
         specs = {name: spec for world in job.worlds for name, spec in job.specs(world).items()}
@@ -278,26 +290,28 @@ def evaluate_checkpoint(settings: Settings, agent: str, speculator: str | None) 
     return results
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Entry point."""
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; settings are --config.key=value")
-    if bool(_WORKDIR.value) == bool(_CHECKPOINT.value):
+    given = flags.FLAGS
+    if bool(given.workdir) == bool(given.checkpoint):
         raise app.UsageError("give either --workdir or --checkpoint")
-    settings = settings_from(_CONFIG.value)
-    if _WORKDIR.value:
-        evaluate_run(settings, Path(_WORKDIR.value))
-        say(f"[evaluate] wrote {Path(_WORKDIR.value) / 'results.json'}")
+    if given.speculator_checkpoint and not given.checkpoint:
+        raise app.UsageError("--speculator_checkpoint needs --checkpoint, the agent's")
+    settings = settings_from(given.config)
+    if given.workdir:
+        evaluate_run(settings, Path(given.workdir))
+        say(f"[evaluate] wrote {Path(given.workdir) / 'results.json'}")
     else:
-        print(json.dumps(evaluate_checkpoint(settings, _CHECKPOINT.value, _SPECULATOR.value)))
-
-
-def run() -> None:
-    """Console entry: ``--help`` shows this module's text and the flags."""
-    flags.mark_flags_as_required(["config"])
-    app.run(main)
+        results = evaluate_checkpoint(settings, given.checkpoint, given.speculator_checkpoint)
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    run()
+    config_flags.DEFINE_config_file("config", None, "The experiment's config file.")
+    flags.DEFINE_string("workdir", None, "A run's folder: evaluate all its stages.")
+    flags.DEFINE_string("checkpoint", None, "A stage's folder DIR[:step] to evaluate.")
+    flags.DEFINE_string(
+        "speculator_checkpoint", None, "Take the speculator from this DIR[:step] instead."
+    )
+    entry.run(main, ["config"], errors=(CheckpointError, DataError))

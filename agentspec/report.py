@@ -12,26 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from agentspec import entry
 from agentspec.report_data import COLUMNS, ReportError, Run, Summary, cell, read_run, summarise
 from agentspec.report_page import render
-
-_WORKDIR = flags.DEFINE_multi_string(
-    "workdir",
-    None,
-    "Directory of a run: metrics.jsonl from train, results.json from evaluate. Repeat it for runs "
-    "of other seeds: the tables then show mean and range.",
-)
-_OUT = flags.DEFINE_string(
-    "out",
-    None,
-    "Where the page goes. Default: report.html in the work directory, or in the directory that "
-    "all work directories share.",
-)
 
 
 def write_report(workdirs: Sequence[str | Path], out: str | Path | None = None) -> list[Run]:
@@ -82,18 +70,11 @@ def print_tables(runs: Sequence[Run], console: Console) -> None:
         console.print("no results.json yet: the page shows the training curves only")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Reads ``--workdir``, prints, writes."""
-    if len(argv) > 1:
-        raise app.UsageError(
-            f"unexpected arguments {list(argv[1:])}; work directories go to --workdir=DIR"
-        )
-    workdirs = _WORKDIR.value
-    out = Path(_OUT.value) if _OUT.value else default_out([Path(w) for w in workdirs])
-    try:
-        runs = write_report(workdirs, out)
-    except ReportError as error:
-        sys.exit(f"error: {error}")
+    workdirs, given = flags.FLAGS.workdir, flags.FLAGS.out
+    out = Path(given) if given else default_out([Path(w) for w in workdirs])
+    runs = write_report(workdirs, out)
     # Outside a terminal (a log file, a pipe) rich would squeeze the table into 80 columns.
     width = None if sys.stdout.isatty() else 130
     print_tables(runs, Console(width=width))
@@ -101,5 +82,16 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("workdir")
-    app.run(main)
+    flags.DEFINE_multi_string(
+        "workdir",
+        None,
+        "Directory of a run: metrics.jsonl from train, results.json from evaluate. Repeat it for "
+        "runs of other seeds: the tables then show mean and range.",
+    )
+    flags.DEFINE_string(
+        "out",
+        None,
+        "Where the page goes. Default: report.html in the work directory, or in the directory that "
+        "all work directories share.",
+    )
+    entry.run(main, ["workdir"], errors=(ReportError,))

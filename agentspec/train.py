@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
-from agentspec import collect, scoring
+from agentspec import collect, entry, scoring
+from agentspec.checkpoint import CheckpointError
 from agentspec.configuration import Settings, settings_from
 from agentspec.imitate import run_imitation
 from agentspec.job import Job, build_job
@@ -28,19 +29,19 @@ from agentspec.metrics import CollapseMonitor, Writer
 from agentspec.phases import Schedule
 from agentspec.progress import StageProgress, say
 from agentspec.stage import Stage, open_stage
+from agentspec.tasks.jsonlines import DataError
 from agentspec.tasks.stream import TaskStream
 from agentspec.tokens.pack import pack
 from agentspec.types import Task, TreeRow
-from agentspec.workdir import claim
-
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment's config file.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of checkpoints and metrics; resumed.")
+from agentspec.workdir import RunError, check, claim
 
 
 def train(settings: Settings, workdir: Path) -> None:
     """Runs every stage of ``settings.stages`` that ``workdir`` does not hold finished already."""
-    claim(workdir, settings)
-    job = build_job(settings)
+    check(workdir, settings)
+    with entry.reading("model.path", settings.model.path):
+        job = build_job(settings)
+    claim(workdir, settings)  # only now: a first try with a wrong path leaves no trace
     for name, world in job.worlds.items():
         report = getattr(world, "report", None)
         if report is not None:
@@ -51,8 +52,17 @@ def train(settings: Settings, workdir: Path) -> None:
                 say(f"[{name}] finished before, at step {stage.step}")
                 continue
             runner = run_rl if stage.settings.kind == "rl" else run_imitation
-            runner(job, stage, Writer(workdir / "metrics.jsonl", stage=name, step=stage.step))
+            runner(job, stage, _writer(workdir, stage))
             stage.finish()
+
+
+def _writer(workdir: Path, stage: Stage) -> Writer:
+    file = workdir / "metrics.jsonl"
+    try:
+        return Writer(file, stage=stage.name, step=stage.step)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error) if str(file) in str(error) else f"{file}: {error!r}"
+        raise RunError(f"{reason}; mend or move the file, checkpoints are untouched") from error
 
 
 def run_rl(job: Job, stage: Stage, writer: Writer) -> None:
@@ -111,19 +121,13 @@ def _training_tasks(job: Job) -> list[Task]:
     return [task for task in job.tasks("train") if not task.data.get("vacuous")]
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Entry point."""
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; settings are --config.key=value")
-    train(settings_from(_CONFIG.value), Path(_WORKDIR.value))
-
-
-def run() -> None:
-    """Console entry: ``--help`` shows this module's text and the flags."""
-    flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    train(settings_from(flags.FLAGS.config), Path(flags.FLAGS.workdir))
 
 
 if __name__ == "__main__":
-    run()
+    config_flags.DEFINE_config_file("config", None, "The experiment's config file.")
+    flags.DEFINE_string("workdir", None, "Folder of checkpoints and metrics; resumed.")
+    entry.run(main, ["config", "workdir"], errors=(CheckpointError, DataError))

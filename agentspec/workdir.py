@@ -6,47 +6,68 @@ experiments, so it is refused, naming the keys; keys that do not change training
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from agentspec.configuration import ConfigError, Settings
+from agentspec.configuration import ConfigError, Settings, flat_settings
 
 _FREE = ("evaluate.", "checkpoint.")
 
 
+class RunError(ValueError):
+    """A file of a run's folder that cannot be used; the message names it."""
+
+
 def claim(workdir: Path, settings: Settings) -> None:
     """Makes ``workdir`` this run's, or checks that it already is."""
+    check(workdir, settings)
     workdir.mkdir(parents=True, exist_ok=True)
     file = workdir / "config.json"
-    now = json.loads(json.dumps(_flat(dataclasses.asdict(settings))))
-    if file.exists():
-        try:
-            before = json.loads(file.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{file} is not valid JSON: {error}") from error
-        keys = sorted(
-            k
-            for k in before.keys() | now.keys()
-            if before.get(k) != now.get(k) and not k.startswith(_FREE)
-        )
-        if keys:
-            changed = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in keys)
-            raise ConfigError(
-                f"{workdir} was trained with another config ({changed}); "
-                "use another --workdir or the config it began with"
-            )
     partial = file.with_suffix(".tmp")
-    partial.write_text(json.dumps(now, indent=1, sort_keys=True))
+    partial.write_text(json.dumps(_plain(settings), indent=1, sort_keys=True))
     partial.replace(file)
 
 
-def _flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{path}{key}.")
-        else:
-            flat[f"{path}{key}"] = value
-    return flat
+def check(workdir: Path, settings: Settings) -> None:
+    """Raises ``ConfigError`` if ``workdir`` is a run of other settings; a new one is nobody's.
+
+    A key that the run's ``config.json`` lacks, being younger than it, counts as its default.
+    """
+    if workdir.exists() and not workdir.is_dir():
+        raise RunError(f"{workdir} is a file; --workdir names a folder")
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    now = _plain(settings)
+    before = _plain(Settings()) | read_object(file)
+    keys = sorted(
+        k
+        for k in before.keys() | now.keys()
+        if before.get(k) != now.get(k) and not k.startswith(_FREE)
+    )
+    if keys:
+        changed = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in keys)
+        raise ConfigError(
+            f"{workdir} was trained with another config ({changed}); "
+            "use another --workdir or the config it began with"
+        )
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``; raises ``RunError`` naming the line for anything else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise RunError(f"{file}:{error.lineno}: not JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise RunError(f"{file}: not UTF-8 at byte {error.start}") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{file}: a JSON object is wanted, got {type(value).__name__}")
+    return value
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    """Dotted key -> value as JSON has it, tuples as lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(flat_settings(settings)))
+    return plain

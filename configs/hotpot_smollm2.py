@@ -81,7 +81,7 @@ def get_config():
         dict(tasks_per_step=2, prefixes_per_step=4, group_size=8, max_tokens=64)
     )
     config.speculator.turns_per_episode = 3.0
-    config.speculation.in_agent_blocks = False
+    config.speculation.agent_block_members = 0
     config.pack.update(dict(row_tokens=1024, rows_per_batch=1))
     config.loss.logits_chunk_tokens = 256
     config.checkpoint.update(dict(every=20, keep=1))

@@ -2,24 +2,25 @@
 
     bash launch/local.sh            (or: bash launch/local.sh configs/tiny.py --config.seed=1)
 
-Hardware: 2 CPU cores. Figures to expect: README. ``--config=configs/tiny.py:smoke`` is the same
-job in a minute or two, too short to learn anything; the tests use it.
+Hardware: 2 CPU cores. Figures to expect: README. Two variants serve the tests:
+``configs/tiny.py:smoke`` is the whole job in half a minute, too short to learn anything;
+``:short`` trains base and SFT for a minute or two.
 """
 
 from configs import common
 
 
 def get_config(variant: str = ""):
-    """The config; ``variant`` is empty or ``smoke``."""
+    """The config; ``variant`` is empty, ``smoke`` or ``short``."""
     config = common.base()
     config.name = "tiny"
     config.chat.suffix = "next call ?"
-    config.base.update(dict(steps=450, lr=3e-3, decay="cosine", warmup_steps=40, n_examples=4000))
-    sft = dict(start="base", lr=5e-4, warmup_steps=5, n_examples=400)
+    config.base.update(dict(steps=450, lr=3e-3, decay="cosine", warmup_steps=20, n_examples=8000))
+    sft = dict(start="base", lr=5e-4, warmup_steps=5, n_examples=8000)
     config.sft_light.update(sft | dict(steps=20, n_examples=32))
-    config.sft.update(sft | dict(steps=300, eval_every=20, patience=3))
+    config.sft.update(sft | dict(steps=300, eval_every=25, eval_tasks=128, patience=3))
     config.joint.update(dict(start="sft", steps=120, lr=1e-4))
-    config.sft_more.update(dict(start="sft", lr=1e-4, n_examples=400, match_tokens_of="joint"))
+    config.sft_more.update(dict(start="sft", lr=1e-4, n_examples=8000, match_tokens_of="joint"))
     if variant == "smoke":
         config.model.update(dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16))
         config.model.d_ff = 64
@@ -35,6 +36,10 @@ def get_config(variant: str = ""):
         config.speculator.update(dict(tasks_per_step=4, prefixes_per_step=4, group_size=4))
         config.evaluate.tasks_per_world = 4
         config.checkpoint.every = 2
+    elif variant == "short":
+        config.stages = ("base", "sft")
+        config.base.update(dict(steps=200, n_examples=3000))
+        config.sft.update(dict(steps=60, n_examples=1000, eval_every=0, patience=0))
     elif variant:
-        raise ValueError(f"configs/tiny.py has no variant {variant!r}; known: smoke")
+        raise ValueError(f"configs/tiny.py has no variant {variant!r}; known: smoke, short")
     return config

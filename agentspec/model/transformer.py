@@ -29,7 +29,7 @@ class Transformer(nnx.Module):
         """Makes all parameters of ``config``."""
         V, D = config.vocab_size, config.d_model
         self.config = config
-        self.embedding = param(config, rngs, ("vocab", "width"), (V, D), 0.02)
+        self.embedding = param(config, rngs, ("vocab", "width"), (V, D), D**-0.5)
         self.layers = nnx.Dict({str(i): Layer(config, rngs) for i in range(config.n_layers)})
         self.norm = RMSNorm(config, rngs, D)
         if not config.tie_embeddings:

@@ -91,7 +91,9 @@ def hit_at_1(
 def self_agreement(trajectories: Iterable[Trajectory], specs: Specs) -> float:
     """How often an independent continuation makes the first call that the agent made; NaN if none.
 
-    Over tool-calling turns with ``agreement_calls``; the ceiling of any speculator's Hit@1.
+    Over tool-calling turns with ``agreement_calls``. It is the ceiling of a speculator that
+    samples. A greedy one bets on the likeliest call and may exceed it: its ceiling is the mean mass
+    of the modal call, which is never below the agreement.
     """
     tools = by_name(specs)
     return _mean(
