@@ -116,13 +116,13 @@ def predict(
     trajectories: Sequence[Trajectory],
     sampling: SamplingParams,
     n_candidates: int = 1,
+    drawn_only: bool = False,
 ) -> list[Trajectory]:
     """The trajectories with the candidates that ``engine``'s speculator makes at their turn starts.
 
-    Only turns that already carry candidates, or all if none does, are asked. This is how the
-    speculator of one checkpoint meets the agent of another.
+    Asked are the turns that carry candidates and, unless ``drawn_only``, all that make a call.
+    This is how the speculator of one checkpoint meets the agent of another.
     """
-    chosen = any(turn.candidates for t in trajectories for turn in t.turns)
     speculator = SelfSpeculator(
         job.chat, sampling, n_candidates=n_candidates, greedy_first=n_candidates == 1
     )
@@ -130,7 +130,7 @@ def predict(
     async def one(trajectory: Trajectory) -> Trajectory:
         turns = []
         for u, turn in enumerate(trajectory.turns):
-            if turn.calls and (turn.candidates or not chosen):
+            if turn.candidates or (turn.calls and not drawn_only):
                 seq = engine.open(trajectory.ids[: turn.start], seed=0, mode="speculator")
                 try:
                     seed = rng.stream(trajectory.seed, "predict", u)

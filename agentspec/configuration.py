@@ -373,7 +373,7 @@ _ABOVE_0 = {
 }
 _NOT_BELOW_0 = {
     "world": "n_validation",
-    "speculation": "calls_per_turn calls_per_episode",
+    "speculation": "agent_block_members calls_per_turn calls_per_episode",
     "reward": "repeat_penalty",
     "loss": "clip_low clip_high kl logits_chunk_tokens",
     "schedule": "agent_steps speculator_steps",

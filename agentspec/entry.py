@@ -59,7 +59,9 @@ def parse(
     except Exception as error:  # a config file is a program: it may raise anything
         if path is not None and (reason := _fault_of_config(error, path)):
             raise ConfigError(reason) from error
-        raise _clearer(error, path) from error
+        if clearer := _clearer(error, path):
+            raise clearer from error
+        raise
     for name in required:
         if values[name].value is None:
             if name == "config" and path is not None:
@@ -68,8 +70,8 @@ def parse(
     return rest
 
 
-def _clearer(error: Exception, path: str | None) -> Exception:
-    """The same complaint of absl in our words, where they say more."""
+def _clearer(error: Exception, path: str | None) -> Exception | None:
+    """The same complaint in our words, where they say more than the flag library's."""
     if isinstance(error, flags.UnrecognizedFlagError) and path is None:
         if error.flagname.startswith("config."):
             return app.UsageError(f"--{error.flagname} needs --config=FILE as well")
@@ -79,7 +81,7 @@ def _clearer(error: Exception, path: str | None) -> Exception:
         if wrong := re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL):
             key, text = wrong.groups()
             return ConfigError(f"config key {key} must be {key_type(key)}, got {text!r}")
-    return error
+    return None
 
 
 @contextlib.contextmanager
@@ -136,11 +138,15 @@ def _guarded(main: Main, errors: tuple[type[Exception], ...], argv: Sequence[str
         _fail(error, 2)
     except errors as error:
         _fail(error, 1)
+    except ModuleNotFoundError as error:  # of an extra; our own would be a fault of the program
+        if (error.name or "agentspec").split(".")[0] == "agentspec":
+            raise
+        _fail(f"the package {error.name} is not installed; setup.py lists the extras", 1)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last save", file=sys.stderr)
         raise SystemExit(130) from None
 
 
-def _fail(error: BaseException, code: int) -> NoReturn:
+def _fail(error: object, code: int) -> NoReturn:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     raise SystemExit(code)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from agentspec import rng
-from agentspec.configuration import Settings
+from agentspec.configuration import ConfigError, Settings
 from agentspec.envs import lookup, storefront
 from agentspec.envs.base import WorldSource
 from agentspec.envs.episode import CUT_TURN, EpisodeLimits
@@ -125,6 +125,14 @@ def build_job(settings: Settings) -> Job:
         think=c.think,
         suffix=c.suffix,
     )
+    e, n_suffix = settings.engine, len(chat.suffix_ids())
+    needed = settings.episode.max_tokens + n_suffix + settings.speculator.max_tokens
+    if needed > e.cache_tokens:
+        raise ConfigError(
+            f"config key engine.cache_tokens={e.cache_tokens} is below {needed}: "
+            f"episode.max_tokens={settings.episode.max_tokens} + {n_suffix} tokens of chat.suffix + "
+            f"speculator.max_tokens={settings.speculator.max_tokens}"
+        )
     return Job(settings, tokenizer, chat, model, worlds, loaded_params)
 
 

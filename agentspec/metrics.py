@@ -142,9 +142,11 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number} is not a JSON line: {error}") from error
+            row = json.loads(line)
+            row["stage"], row["step"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}:{number} is not a metrics line: {error!r}") from error
+        rows.append(row)
     return rows
 
 

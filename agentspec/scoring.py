@@ -132,7 +132,7 @@ def episode_numbers(job: Job, trajectories: Sequence[Trajectory]) -> Numbers:
     Hit@1 and parse failures are over turns that carry candidates (all, or those drawn by seed).
     """
     turns = [turn for t in trajectories for turn in t.turns]
-    sampled = [e for t in trajectories for e, m in zip(t.entropies, t.mask, strict=True) if m]
+    sampled = [e for t in trajectories for e, m in zip(t.entropies, t.mask, strict=False) if m]
     specs = {name: spec for world in job.worlds for name, spec in job.specs(world).items()}
     asked = [
         dataclasses.replace(t, turns=[turn for turn in t.turns if turn.candidates])

@@ -114,7 +114,7 @@ class Stage:
             self.state = self.state.replace(params=self.best)
         self.done = True
         self.best = None
-        self._save(force=True)
+        self._save()
         self._checkpointer.wait()
 
     def close(self) -> None:
@@ -127,10 +127,11 @@ class Stage:
             tree["best"] = self.best
         return tree
 
-    def _save(self, force: bool = False) -> None:
+    def _save(self) -> None:
         keys = ("step", "next_task", "tokens", "best_step", "best_hit", "looks", "done")
         meta = {key: getattr(self, key) for key in keys} | {"stage": self.name}
-        self._checkpointer.save(self.step, self._tree(), meta, force=force)
+        # A step may be there already: damaged and passed over, or saved before it was finished.
+        self._checkpointer.save(self.step, self._tree(), meta, force=True)
 
     def _restore(self) -> None:
         meta = self._checkpointer.read_meta()

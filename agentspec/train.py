@@ -113,7 +113,8 @@ def _episodes(
     episodes = collect.speculator_episodes(job, frozen or engine, tasks, stage.step)
     if frozen is not None:  # the frozen agent's calls, the present speculator's predictions
         sampling = job.speculator_sampling(s.speculator.temperature)
-        episodes = collect.predict(job, engine, episodes, sampling, s.speculator.group_size)
+        k = s.speculator.group_size
+        episodes = collect.predict(job, engine, episodes, sampling, k, drawn_only=True)
     return scoring.speculator_rows(job, episodes)
 
 

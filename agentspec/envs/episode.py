@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from agentspec.configuration import ConfigError
 from agentspec.envs.base import Expert, World
 from agentspec.envs.tools import ToolBox, ToolResult
 from agentspec.types import Completion, Event, ParsedTurn, SamplingParams, Task, Trajectory, Turn
@@ -33,7 +34,7 @@ class EpisodeBuilder:
     def __init__(
         self, world: World, task: Task, chat: Any, limits: EpisodeLimits, seed: int = 0
     ) -> None:
-        """Resets the world and renders the first messages; an overlong prompt is a ValueError."""
+        """Resets the world and renders the first messages; an overlong prompt is a ConfigError."""
         self.world, self.task, self.chat, self.limits, self.seed = world, task, chat, limits, seed
         self._clock = asyncio.get_running_loop()
         self.start_s = self._clock.time()
@@ -41,9 +42,9 @@ class EpisodeBuilder:
         messages = world.reset(task)
         self.ids: list[int] = list(chat.prompt_ids(messages, world.tools))
         if len(self.ids) >= limits.max_tokens:
-            raise ValueError(
+            raise ConfigError(
                 f"task {task.id!r}: the prompt has {len(self.ids)} tokens, which leaves no room "
-                f"below max_tokens={limits.max_tokens}"
+                f"below config key episode.max_tokens={limits.max_tokens}"
             )
         self.mask = [0] * len(self.ids)
         self.logps = [0.0] * len(self.ids)

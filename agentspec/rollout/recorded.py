@@ -84,12 +84,17 @@ class RecordedSequence:
             known[key] = await self._real.sample(params)
             self._synced += len(known[key].ids)
         completion = known[key]
-        prefilled = len(self.ids) - self._cached
+        if self._recorded.latency is not None:
+            prefilled = len(self.ids) - self._cached
+            try:
+                await asyncio.sleep(
+                    self._recorded.latency.generate_s(prefilled, len(completion.ids))
+                )
+            except asyncio.CancelledError:
+                self.close()  # the device sequence may hold ids that this one never got
+                raise
         self.ids.extend(completion.ids)
         self._cached = len(self.ids)
-        if self._recorded.latency is not None:
-            duration_s = self._recorded.latency.generate_s(prefilled, len(completion.ids))
-            await asyncio.sleep(duration_s)
         return completion
 
     def _sync(self) -> None:

@@ -123,10 +123,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     ends = list(END_TOKENS)
     config = path / "tokenizer_config.json"
     if config.is_file():
-        eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        try:
+            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except ValueError as error:
+            raise ValueError(f"{config} is not JSON: {error}") from error
         if eos is not None:
             ends.append(eos["content"] if isinstance(eos, dict) else eos)
-    return Tokenizer(hf.Tokenizer.from_file(str(file)), ends)
+    try:
+        full = hf.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{file} is no readable tokenizer: {error}") from error
+    return Tokenizer(full, ends)
 
 
 def build_word_tokenizer(pieces: Iterable[str]) -> Tokenizer:
@@ -219,7 +226,10 @@ def _from_gguf(path: Path) -> hf.Tokenizer:
     """Byte-level BPE from a GGUF file's metadata; its pre-tokenizer goes by llama.cpp's name."""
     import gguf
 
-    fields = gguf.GGUFReader(path).fields
+    try:
+        fields = gguf.GGUFReader(path).fields
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ValueError(f"{path} is truncated or not a GGUF file: {error}") from error
 
     def read(key: str) -> Any:
         if key not in fields:

@@ -1,4 +1,4 @@
-"""A tiny model, trained for a minute, shared by the tests that need an agent which does something."""
+"""A tiny model, trained for a minute, for tests that need an agent which does something."""
 
 from __future__ import annotations
 

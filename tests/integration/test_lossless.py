@@ -64,4 +64,4 @@ def test_speculation_on_and_off_give_the_same_episodes(trained, world: str) -> N
     assert sum(turn.hidden_s for t in speculated for turn in t.turns) > 0
     assert sum(t.total_s for t in speculated) <= sum(t.total_s for t in plain)
     if world == "storefront":
-        assert any(a.final_state != plain[0].final_state for a in plain), "no episode wrote anything"
+        assert len({a.final_state for a in plain}) > 1, "no episode wrote anything"

@@ -28,7 +28,7 @@ LAYERS = (
     ("job",),
     ("collect", "scoring", "stage"),
     ("imitate",),
-    ("train", "evaluate", "report", "report_data", "report_charts", "report_page"),
+    ("entry", "train", "evaluate", "report", "report_data", "report_charts", "report_page"),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 NO_JAX = ("types", "configuration", "rewards", "tasks", "envs")

@@ -64,7 +64,7 @@ def test_rows_of_later_steps_are_dropped_on_resume(tmp_path):
     with pytest.raises(ValueError, match="'sucess' is not listed.*did you mean 'success'"):
         resumed.write(3, "agent", {"sucess": 1.0})
     path.write_text("{}\nnonsense\n{}\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a JSON line"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a metrics line"):
         read_rows(path)
 
 

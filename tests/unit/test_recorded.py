@@ -156,10 +156,6 @@ def test_times_are_those_of_the_model_not_of_the_engine():
     assert run(timed)[1:] == (0.0, 0.0, 0.0)
 
 
-TOO_EARLY = pytest.mark.xfail(strict=True, reason="ids are appended before the wait, not after it")
-
-
-@TOO_EARLY
 def test_a_fork_during_a_served_sample_has_the_ids_before_it():
     """Like the engine's: a speculator that comes late must not see what the agent will say."""
     _, recorded = engines()
@@ -176,7 +172,7 @@ def test_a_fork_during_a_served_sample_has_the_ids_before_it():
     assert run(main) == [1, 2]
 
 
-@pytest.mark.parametrize("known", [False, pytest.param(True, marks=TOO_EARLY)])
+@pytest.mark.parametrize("known", [False, True])
 def test_a_cancelled_sample_leaves_the_sequence_as_it_was(known):
     inner, recorded = engines(token_s=1.0)
 
