@@ -68,7 +68,7 @@ class WorldSettings:
 class EngineSettings:
     """Rows and cache of the sampling engine; all device shapes follow from these."""
 
-    rows: int = 128
+    rows: int = 32
     speculator_rows: int = 64
     cache_tokens: int = 320
     prefill_chunk: int = 32

@@ -130,8 +130,8 @@ def build_job(settings: Settings) -> Job:
     if needed > e.cache_tokens:
         raise ConfigError(
             f"config key engine.cache_tokens={e.cache_tokens} is below {needed}: "
-            f"episode.max_tokens={settings.episode.max_tokens} + {n_suffix} tokens of chat.suffix + "
-            f"speculator.max_tokens={settings.speculator.max_tokens}"
+            f"episode.max_tokens={settings.episode.max_tokens} + {n_suffix} tokens of "
+            f"chat.suffix + speculator.max_tokens={settings.speculator.max_tokens}"
         )
     return Job(settings, tokenizer, chat, model, worlds, loaded_params)
 

@@ -73,7 +73,7 @@ def get_config():
         dict(rows=8, speculator_rows=8, cache_tokens=704, prefill_chunk=64, tokens_per_call=8)
     )
     config.base.kind = "load"
-    config.sft.update(dict(start="base", steps=60, lr=5e-5, warmup_steps=4, n_examples=155))
+    config.sft.update(dict(start="base", steps=20, lr=5e-5, warmup_steps=2, n_examples=155))
     config.sft.update(dict(rows_per_step=4, eval_every=0))
     config.joint.update(dict(start="sft", steps=12, lr=5e-6))
     config.agent.update(dict(tasks_per_step=1, group_size=8))
@@ -82,10 +82,9 @@ def get_config():
     )
     config.speculator.turns_per_episode = 3.0
     config.speculation.agent_block_members = 0
-    config.pack.update(dict(row_tokens=1024, rows_per_batch=1))
+    config.pack.update(dict(row_tokens=768, rows_per_batch=1))
     config.loss.logits_chunk_tokens = 256
     config.checkpoint.update(dict(every=20, keep=1))
     config.evaluate.update(dict(tasks_per_world=40, temperatures=(1.0,), agreement=0))
-    config.evaluate.crossing = ("base", "sft", "joint")
-    config.evaluate.crossing_tasks = 8
+    config.evaluate.crossing = ()
     return config
