@@ -8,7 +8,7 @@ input"), looked for in $AGENTSPEC_DATA, then ``data/``, then ``../shared/data``.
 
 Hardware: 2 CPU cores; about 80 trained tokens a second, so contexts and groups are budgeted:
 one task of 8 episodes an agent update, four prefixes of 8 predictions a speculator update, episodes
-of at most 640 tokens. Figures: BENCHMARKS.md.
+of at most 576 tokens. Figures: BENCHMARKS.md.
 """
 
 import importlib.util
@@ -68,12 +68,12 @@ def get_config():
             n_validation=24,
         )
     )
-    config.episode.update(dict(max_turns=5, max_turn_tokens=96, max_tokens=640))
+    config.episode.update(dict(max_turns=5, max_turn_tokens=80, max_tokens=576))
     config.engine.update(
-        dict(rows=8, speculator_rows=8, cache_tokens=704, prefill_chunk=64, tokens_per_call=8)
+        dict(rows=8, speculator_rows=8, cache_tokens=672, prefill_chunk=64, tokens_per_call=8)
     )
     config.base.kind = "load"
-    config.sft.update(dict(start="base", steps=20, lr=5e-5, warmup_steps=2, n_examples=155))
+    config.sft.update(dict(start="base", steps=24, lr=1e-4, warmup_steps=2, n_examples=155))
     config.sft.update(dict(rows_per_step=4, eval_every=0))
     config.joint.update(dict(start="sft", steps=12, lr=5e-6))
     config.agent.update(dict(tasks_per_step=1, group_size=8))
@@ -82,7 +82,7 @@ def get_config():
     )
     config.speculator.turns_per_episode = 3.0
     config.speculation.agent_block_members = 0
-    config.pack.update(dict(row_tokens=768, rows_per_batch=1))
+    config.pack.update(dict(row_tokens=704, rows_per_batch=1))
     config.loss.logits_chunk_tokens = 256
     config.checkpoint.update(dict(every=20, keep=1))
     config.evaluate.update(dict(tasks_per_world=40, temperatures=(1.0,), agreement=0))

@@ -1,4 +1,4 @@
-"""The embedded default: a 0.3M-parameter model learns two toy worlds on a laptop CPU.
+"""The embedded default: a 0.4M-parameter model learns two toy worlds on a laptop CPU.
 
     bash launch/local.sh            (or: bash launch/local.sh configs/tiny.py --config.seed=1)
 
@@ -19,7 +19,7 @@ def get_config(variant: str = ""):
     sft = dict(start="base", lr=5e-4, warmup_steps=5, n_examples=8000)
     config.sft_light.update(sft | dict(steps=20, n_examples=32))
     config.sft.update(sft | dict(steps=300, eval_every=25, eval_tasks=128, patience=3))
-    config.joint.update(dict(start="sft", steps=120, lr=1e-4))
+    config.joint.update(dict(start="sft", steps=288, lr=1e-4))
     config.sft_more.update(dict(start="sft", lr=1e-4, n_examples=8000, match_tokens_of="joint"))
     if variant == "smoke":
         config.model.update(dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16))
