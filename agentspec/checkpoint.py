@@ -55,6 +55,16 @@ class Checkpointer:
             return []
         return sorted(int(p.name) for p in self.directory.iterdir() if _STEP.fullmatch(p.name))
 
+    def recover(self) -> None:
+        """Gives its name back to a checkpoint whose replacement a kill cut short.
+
+        For the writer only: a reader beside it would undo a replacement under way.
+        """
+        for path in self.directory.glob("*.replaced") if self.directory.exists() else ():
+            final = self.directory / path.name.removesuffix(".replaced")
+            if not final.exists():
+                path.rename(final)
+
     def latest(self) -> int | None:
         """The newest complete step, or None. A save still under way does not count."""
         return self.steps()[-1] if self.steps() else None
@@ -168,6 +178,8 @@ class Checkpointer:
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
         final, replaced = self.directory / _name(step), self.directory / f"{_name(step)}.replaced"
         if final.exists():
+            if replaced.exists():
+                replaced.rmtree()
             final.rename(replaced)
         partial.rename(final)
         kept = {_name(s) for s in self.steps()[-self.keep :]} | {final.name}

@@ -145,6 +145,33 @@ def predict(
     return run_all([one(t) for t in trajectories], at_once)
 
 
+def predict_calls(
+    job: Job, engine: Any, trajectories: Sequence[Trajectory], sampling: SamplingParams
+) -> list[Trajectory]:
+    """The trajectories with one prediction before each call of each turn (``hit_at_1_calls``).
+
+    The prefix ends inside the agent's turn, just before the call's opening tag: the paper's unit.
+    Nothing here is trained on such cuts.
+    """
+    speculator = SelfSpeculator(job.chat, sampling)
+
+    async def one(t: Trajectory) -> Trajectory:
+        turns = []
+        for u, turn in enumerate(t.turns):
+            found: list[Candidate] = []
+            cuts = job.chat.call_cuts(t.ids[turn.start : turn.end]) if turn.calls else []
+            for cut in cuts:
+                seq = engine.open(t.ids[: turn.start + cut], seed=0, mode="speculator")
+                try:
+                    found += await speculator.propose(seq, u, 0)
+                finally:
+                    seq.close()
+            turns.append(dataclasses.replace(turn, call_candidates=tuple(found)))
+        return dataclasses.replace(t, turns=turns)
+
+    return run_all([one(t) for t in trajectories], max(1, job.settings.engine.speculator_rows // 2))
+
+
 async def _episode(
     job: Job, engine: Any, task: Task, seed: int, speculator: Any, temperature: float
 ) -> Trajectory:

@@ -136,7 +136,7 @@ class RewardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Clipped surrogate (DAPO form). ``old_logp``: trainer (its own, detached) | sampler."""
+    """Clipped surrogate. ``old_logp``: trainer (its own: the ratio is 1, no clip acts) | sampler."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -426,6 +426,12 @@ def check_config(s: Settings) -> None:
         f"config key pack.row_tokens={s.pack.row_tokens} is below episode.max_tokens="
         f"{s.episode.max_tokens}",
     )
+    most = s.speculator.tasks_per_step * s.speculator.turns_per_episode
+    _need(
+        s.speculator.prefixes_per_step <= most,
+        f"config key speculator.prefixes_per_step={s.speculator.prefixes_per_step} is above "
+        f"speculator.tasks_per_step * speculator.turns_per_episode={most:g}",
+    )
     _need(
         s.schedule.agent_steps + s.schedule.speculator_steps > 0,
         "config keys schedule.agent_steps and schedule.speculator_steps are both 0",
@@ -475,4 +481,19 @@ def _check_stage(s: Settings, name: str) -> None:
     _need(
         stage.patience == 0 or stage.eval_every > 0,
         f"config key {name}.patience needs {name}.eval_every above 0",
+    )
+    imitates = stage.kind in ("pretrain", "sft")
+    for key in ("patience", "eval_every", "match_tokens_of"):
+        _need(
+            imitates or not getattr(stage, key),
+            f"config key {name}.{key} does nothing in a stage of kind {stage.kind}",
+        )
+    _need(
+        not stage.patience or bool(stage.match_tokens_of) or stage.eval_every <= stage.steps,
+        f"config key {name}.eval_every={stage.eval_every} is above {name}.steps={stage.steps}",
+    )
+    _need(
+        stage.decay == "constant"
+        or (stage.steps > stage.warmup_steps and not stage.match_tokens_of),
+        f"config key {name}.decay=cosine needs steps above warmup_steps and no match_tokens_of",
     )

@@ -24,7 +24,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from agentspec import collect, entry, rng
-from agentspec.checkpoint import CheckpointError, abstract, restore_params
+from agentspec.checkpoint import Checkpointer, CheckpointError, abstract, restore_params
 from agentspec.configuration import Settings, settings_from
 from agentspec.envs import episode
 from agentspec.envs.tools import ToolBox, ToolLatency
@@ -53,7 +53,11 @@ class Played:
 
 
 def play(job: Job, params: Any, tasks: Sequence[Task], temperature: float) -> Played:
-    """Plays ``tasks``; raises AssertionError if speculation changed any trajectory."""
+    """Plays ``tasks``; raises AssertionError if speculation changed any trajectory.
+
+    The timed runs are served what the first one sampled; a few episodes are therefore sampled once
+    more by an engine beside which nothing speculates.
+    """
     s = job.settings
     engine = job.engine(params)
     recorded = RecordedEngine(engine)
@@ -89,6 +93,18 @@ def play(job: Job, params: Any, tasks: Sequence[Task], temperature: float) -> Pl
     for a, b, c in zip(played.measured, played.serial, played.speculated, strict=True):
         same_trajectory(a, b)
         same_trajectory(b, c)
+    some = tasks[:: max(1, len(tasks) // 16)]  # sampled once more, by an engine that never forks
+    alone, jobs = job.engine(params), []
+    for task in some:
+        world, seed = job.worlds[task.world].new(), rng.stream(s.seed, "evaluate", task.id)
+        jobs.append(episode.run_episode(alone, world, task, job.chat, sampling, job.limits, seed))
+    by_task = {t.task_id: t for t in played.measured}
+    for plain in collect.run_all(jobs, s.engine.rows):
+        same_trajectory(plain, by_task[plain.task_id])
+    if temperature == s.evaluate.temperatures[0]:
+        greedy = job.speculator_sampling(0.0)
+        measured = collect.predict_calls(job, engine, played.measured, greedy)
+        played = dataclasses.replace(played, measured=measured)
     return played
 
 
@@ -103,12 +119,16 @@ def same_trajectory(a: Trajectory, b: Trajectory) -> None:
 
 
 def row_numbers(job: Job, worlds: Sequence[str], played: Played) -> Row:
-    """The table's numbers over the episodes of ``worlds``; shares 0 to 1, None where undefined."""
+    """The table's numbers over the episodes of ``worlds``; shares 0 to 1, None where undefined.
+
+    Tasks that a do-nothing agent would pass are left out and reported apart (``vacuous_*``).
+    """
 
     def of(trajectories: list[Trajectory]) -> list[Trajectory]:
-        return [t for t in trajectories if t.world in worlds]
+        return [t for t in trajectories if t.world in worlds and not _vacuous(t)]
 
     measured = of(played.measured)
+    idle = [t for t in played.measured if t.world in worlds and _vacuous(t)]
     specs = {name: spec for world in worlds for name, spec in job.specs(world).items()}
     report = hit_report(measured, specs)
     account = time_account(of(played.speculated))
@@ -121,13 +141,15 @@ def row_numbers(job: Job, worlds: Sequence[str], played: Played) -> Row:
         "calling_turns_by_tool": {
             k.split("/")[1]: v for k, v in report.items() if k.startswith("calling_turns/")
         },
-        "parse_failure_frac": report["parse_failure"],
+        "parse_failure_frac": row.pop("parse_failure"),
         "entropy": sum(sampled) / len(sampled) if sampled else None,
         "serial_s": sum(t.total_s for t in serial) / len(serial),
         "speculated_s": sum(t.total_s for t in of(played.speculated)) / len(serial),
         "hidden_tool_frac": account["hidden_frac"],
         "ready_share": account["ready_share"],
         "n_tasks": len(measured),
+        "n_vacuous": len(idle),
+        "vacuous_success": sum(t.score.success for t in idle) / len(idle) if idle else None,
         "n_calls": sum(len(t.calls) for t in measured),
         "turns": sum(len(t.turns) for t in measured) / len(measured),
     }
@@ -151,9 +173,7 @@ def evaluate_stage(
     return rows, played
 
 
-def cross(
-    job: Job, agents: dict[str, list[Trajectory]], params: dict[str, Any]
-) -> dict[str, Any]:
+def cross(job: Job, agents: dict[str, list[Trajectory]], params: dict[str, Any]) -> dict[str, Any]:
     """Hit@1 of each checkpoint's speculator on each checkpoint's agent, ``[agent][speculator]``."""
     names = list(agents)
     specs = {name: spec for world in job.worlds for name, spec in job.specs(world).items()}
@@ -180,7 +200,7 @@ def _job(settings: Settings) -> Job:
         return build_job(settings)
 
 
-def _params(job: Job, where: str | Path) -> Any:
+def params_of(job: Job, where: str | Path) -> Any:
     """The weights of ``DIR[:step]``, which must be those of the config's model."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return restore_params(where, abstract(jax.eval_shape(job.initial_params), here))
@@ -188,14 +208,24 @@ def _params(job: Job, where: str | Path) -> Any:
 
 def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:
     """Evaluates every stage of a run and writes ``results.json`` after each, resuming there."""
-    missing = [n for n in settings.stages if not (workdir / "checkpoints" / n).is_dir()]
+    steps = {name: _finished(workdir / "checkpoints" / name) for name in settings.stages}
+    missing = [name for name, step in steps.items() if step is None]
     if missing:
-        raise RunError(f"{workdir} holds no checkpoints of {', '.join(missing)}; train it first")
+        raise RunError(
+            f"{workdir} holds no checkpoints of {', '.join(missing)}, or of unfinished training; "
+            "train it first"
+        )
     check(workdir, settings)
     file = workdir / "results.json"
     results = read_object(file) if file.exists() else {}
     job = _job(settings)
-    key = _plain({"evaluate": dataclasses.asdict(settings.evaluate), "seed": settings.seed})
+    key = _plain(
+        {
+            "evaluate": dataclasses.asdict(settings.evaluate),
+            "seed": settings.seed,
+            "steps": steps,
+        }
+    )
     if results.get("key") != key:
         results = {"key": key, "rows": [], "rows_other_temperatures": []}
     results |= {
@@ -209,6 +239,7 @@ def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:
         },
     }
     first, *others = settings.evaluate.temperatures
+    shown = "joint" if "joint" in settings.stages else settings.stages[-1]
     params: dict[str, Any] = {}
     agents: dict[str, list[Trajectory]] = {}
     for name in settings.stages:
@@ -219,14 +250,14 @@ def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:
             if ready and not (crossed and "crossing" not in results):
                 continue
             say(f"[evaluate] {name} at temperature {temperature:g}")
-            params[name] = _params(job, workdir / "checkpoints" / name)
+            params[name] = params_of(job, workdir / "checkpoints" / name)
             rows, played = evaluate_stage(job, name, params[name], temperature)
             where[:] = [r for r in where if (r["row"], r["temperature"]) != (name, temperature)]
             where += rows
             if crossed:
                 agents[name] = _share(played.measured, settings.evaluate.crossing_tasks)
-            if name == settings.stages[-1] or name == "joint":
-                results["timeline"] = timeline(played)
+            if temperature == first and name == shown:
+                results["timeline"] = {"stage": name, "temperature": first} | timeline(played)
             _write(file, results)
     if "crossing" not in results and agents:
         results["crossing"] = cross(job, agents, params)
@@ -234,6 +265,15 @@ def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:
     results["rows"].sort(key=lambda r: order[r["row"]])
     _write(file, results)
     return results
+
+
+def _finished(folder: Path) -> int | None:
+    """The last step of a finished stage; None for one that is not finished or not there."""
+    if not folder.is_dir():
+        return None
+    with Checkpointer(folder) as checkpointer:
+        meta = checkpointer.read_meta()
+    return int(meta["step"]) if meta["done"] else None
 
 
 def timeline(played: Played) -> dict[str, Any]:
@@ -245,6 +285,10 @@ def timeline(played: Played) -> dict[str, Any]:
         "plain": [dataclasses.asdict(e) for e in played.serial[best].events],
         "speculated": [dataclasses.asdict(e) for e in played.speculated[best].events],
     }
+
+
+def _vacuous(t: Trajectory) -> bool:
+    return bool(t.score.details.get("vacuous"))
 
 
 def _share(trajectories: list[Trajectory], per_world: int) -> list[Trajectory]:
@@ -277,12 +321,12 @@ def _write(file: Path, results: dict[str, Any]) -> None:
 def evaluate_checkpoint(settings: Settings, agent: str, speculator: str | None) -> dict[str, Any]:
     """One checkpoint's rows; with ``speculator``, also that one's Hit@1 on this agent."""
     job = _job(settings)
-    params = _params(job, agent)
+    params = params_of(job, agent)
     temperature = settings.evaluate.temperatures[0]
     rows, played = evaluate_stage(job, Path(agent.split(":")[0]).name, params, temperature)
     results: dict[str, Any] = {"rows": rows}
     if speculator is not None:
-        engine = job.engine(_params(job, speculator))
+        engine = job.engine(params_of(job, speculator))
         bare = [_without_candidates(t) for t in played.measured]
         guessed = collect.predict(job, engine, bare, job.speculator_sampling(0.0))
         specs = {name: spec for world in job.worlds for name, spec in job.specs(world).items()}

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from agentspec import rng
 from agentspec.configuration import ConfigError, Settings
@@ -41,7 +42,7 @@ class Job:
     def initial_params(self) -> Params:
         """The loaded weights, or fresh ones drawn from the job's seed."""
         if self.loaded_params is not None:
-            return self.loaded_params
+            return jax.tree.map(jnp.copy, self.loaded_params)  # an update donates what it gets
         return self.model.init(jax.random.key(rng.stream(self.settings.seed, "init")))
 
     def engine(self, params: Params, version: int = 0) -> Engine:
@@ -132,6 +133,11 @@ def build_job(settings: Settings) -> Job:
             f"config key engine.cache_tokens={e.cache_tokens} is below {needed}: "
             f"episode.max_tokens={settings.episode.max_tokens} + {n_suffix} tokens of "
             f"chat.suffix + speculator.max_tokens={settings.speculator.max_tokens}"
+        )
+    if needed > settings.pack.row_tokens:
+        raise ConfigError(
+            f"config key pack.row_tokens={settings.pack.row_tokens} is below {needed}, the longest "
+            "episode prefix with one prediction behind it"
         )
     return Job(settings, tokenizer, chat, model, worlds, loaded_params)
 

@@ -55,6 +55,8 @@ METRICS: dict[str, Metric] = {
     "success": Metric("frac", "mean", "episodes that succeeded"),
     "hit_at_1": Metric("frac", "mean", "tool-calling turns whose first candidate matches"),
     "parse_failure_frac": Metric("frac", "mean", "predictions that do not parse"),
+    "sampled_hit_at_1": Metric("frac", "mean", "the same for one sampled prediction"),
+    "sampled_parse_failure_frac": Metric("frac", "mean", "sampled predictions that do not parse"),
     "malformed_frac": Metric("frac", "mean", "agent turns with a parse problem"),
     "dropped_groups_frac": Metric("frac", "mean", "uniform groups, which carry no signal"),
     "prefixes": Metric("prefixes", "sum", "prefixes that formed a speculator group"),
@@ -64,7 +66,6 @@ METRICS: dict[str, Metric] = {
     "entropy": Metric("nats", "mean", "entropy at sampled agent tokens, by the sampler"),
     "collect_s": Metric("s", "last", "wall time of collecting and scoring"),
     "step_s": Metric("s", "last", "wall time of the whole step"),
-    "examples": Metric("rows", "sum", "training rows of the step"),
     "eval_hit_at_1": Metric("frac", "mean", "Hit@1 on held-out tasks"),
     "eval_success": Metric("frac", "mean", "success on held-out tasks"),
 }
@@ -154,9 +155,10 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class CollapseLimits:
     """When to warn. Means over ``window`` steps are compared: the first of the run and the last.
 
-    ``success_frac``: success below this share of its start. ``hit_fall``: a Hit@1 that fell by more
-    is not "rising or level". ``malformed_rise``: rise of the share of malformed turns, to at least
-    1.5 times its start. ``dropped_frac``: share of groups without signal.
+    ``success_frac``: success below this share of its start is a collapse, named "predictable, not
+    right" unless Hit@1 and speculator reward fell with it by more than ``hit_fall``.
+    ``malformed_rise``: rise of the share of malformed turns, to at least 1.5 times its start.
+    ``dropped_frac``: share of groups without signal.
     """
 
     window: int = 8
@@ -179,14 +181,15 @@ class CollapseMonitor:
         """New warnings after this row.
 
         Reads ``step``, ``phase`` and, where present and not None, ``success``, ``hit_at_1``,
-        ``speculator_reward``, ``malformed_frac``, ``entropy``, ``dropped_groups_frac``.
+        ``sampled_hit_at_1``, ``speculator_reward``, ``malformed_frac``, ``entropy``,
+        ``dropped_groups_frac``.
         """
         phase = str(row.get("phase", ""))
         for name in ("success", "malformed_frac", "entropy"):  # agent episodes in both phases
             self._add(name, "", row)
-        for name in ("hit_at_1", "speculator_reward", "dropped_groups_frac"):
+        for name in ("hit_at_1", "sampled_hit_at_1", "speculator_reward", "dropped_groups_frac"):
             self._add(name, phase, row)
-        found = self._predictable() | self._malformed() | self._dropped(phase)
+        found = self._success_lost() | self._malformed() | self._dropped(phase)
         stale = {
             key for key in self._active if not key.startswith("dropped") or key.endswith(phase)
         }
@@ -203,24 +206,26 @@ class CollapseMonitor:
         series, n = self._series[name, phase], self.limits.window
         return (_mean(series[:n]), _mean(series[-n:])) if len(series) >= 2 * n else None
 
-    def _predictable(self) -> dict[str, str]:
+    def _success_lost(self) -> dict[str, str]:
         success = self._change("success")
         if success is None or success[1] >= self.limits.success_frac * success[0]:
             return {}
         changes = []
         for name, phase in list(self._series):
             change = self._change(name, phase)
-            if name in ("hit_at_1", "speculator_reward") and change is not None:
+            if name in ("hit_at_1", "sampled_hit_at_1", "speculator_reward") and change is not None:
                 changes.append((name, change))
-        if not changes or _mean([b - a for _, (a, b) in changes]) < -self.limits.hit_fall:
+        if not changes:
             return {}
+        level = _mean([b - a for _, (a, b) in changes]) >= -self.limits.hit_fall
+        kind = "predictable, not right" if level else "collapse"
         seen = ", ".join(f"{name} {a:.2f} -> {b:.2f}" for name, (a, b) in changes)
         entropy = self._change("entropy")
         if entropy:
             seen += f", entropy {entropy[0]:.2f} -> {entropy[1]:.2f}"
         return {
-            "predictable": f"predictable, not right: success {success[0]:.2f} -> {success[1]:.2f} "
-            f"while {seen}. Try a lower learning rate or more agent steps."
+            kind: f"{kind}: success {success[0]:.2f} -> {success[1]:.2f} while {seen}. "
+            "Try a lower learning rate or more agent steps."
         }
 
     def _malformed(self) -> dict[str, str]:

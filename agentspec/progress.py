@@ -18,6 +18,7 @@ _SHOWN = {
     "speculator_reward": "R_sp {:.2f}",
     "success": "success {:.2f}",
     "hit_at_1": "Hit@1 {:.2f}",
+    "sampled_hit_at_1": "sampled {:.2f}",
     "eval_success": "held-out success {:.2f}",
     "eval_hit_at_1": "held-out Hit@1 {:.2f}",
 }

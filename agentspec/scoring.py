@@ -24,7 +24,10 @@ def agent_rows(job: Job, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[T
     """Rows of an agent update: one trajectory each, weighted by its group advantage."""
     penalty = job.settings.reward.repeat_penalty
     rewards_NG = np.array(
-        [[t.score.reward - penalty * repeat_count(t.calls) for t in group] for group in groups]
+        [
+            [t.score.reward - penalty * repeat_count(t.calls, job.specs(t.world)) for t in group]
+            for group in groups
+        ]
     )
     advantages_NG = np.asarray(group_advantages(rewards_NG))
     rows = [
@@ -102,6 +105,8 @@ def speculator_rows(job: Job, trajectories: Sequence[Trajectory]) -> tuple[list[
         "prefixes": float(len(all_rewards)),
         "no_call_prefixes": float(skipped),
     }
+    for name in ("hit_at_1", "parse_failure_frac"):  # of a sampled candidate, not of a greedy one
+        numbers[f"sampled_{name}"] = numbers.pop(name)
     return rows, numbers
 
 

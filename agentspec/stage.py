@@ -49,6 +49,7 @@ class Stage:
         self._checkpointer = Checkpointer(
             workdir / "checkpoints" / name, keep=job.settings.checkpoint.keep
         )
+        self._checkpointer.recover()
         if self._checkpointer.latest() is not None:
             self._restore()
         else:
@@ -110,7 +111,7 @@ class Stage:
 
     def finish(self) -> None:
         """Saves the stage's weights as finished and waits until they are on disk."""
-        if self.best is not None:
+        if self.best is not None and self.best_hit >= 0.0:  # some look measured something
             self.state = self.state.replace(params=self.best)
         self.done = True
         self.best = None

@@ -7,7 +7,8 @@ same parameters, bit for bit, as one that was not.
 
 Deviations from the paper, each a config key: cut at the turn's start [speculation.cut]; uniform
 groups leave the denominator [loss.drop_uniform_groups]; equal prefixes share a group
-[speculator.merge_equal_prefixes]; speculator updates sample fresh episodes of their own.
+[speculator.merge_equal_prefixes]; speculator updates sample fresh episodes of their own, one a task
+[speculator.tasks_per_step]; the repeat penalty holds in every world [reward.repeat_penalty].
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ def run_rl(job: Job, stage: Stage, writer: Writer) -> None:
             rows, numbers = _episodes(job, engine, frozen, stream, stage, phase.mode)  # 3, 4
             collected_s = time.monotonic() - began_s
             batches = pack(rows, s.pack.row_tokens, s.pack.rows_per_batch)  # 5
-            stage.state, update_numbers = update(stage.state, batches, phase=phase.mode)  # 6
+            heat = (s.agent if phase.mode == "agent" else s.speculator).temperature
+            stage.state, update_numbers = update(  # 6
+                stage.state, batches, phase=phase.mode, temperature=heat
+            )
             engine.load(stage.state.params, version=step + 1)  # 7
             numbers |= update_numbers
             stage.count(step + 1, sum(row.n_tokens for row in rows))

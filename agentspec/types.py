@@ -150,6 +150,7 @@ class Turn:
     hidden_s: float = 0.0  # how much of tool_s pre-execution hid
     candidates: tuple[Candidate, ...] = ()  # the speculator's predictions, first candidate first
     hits: tuple[bool, ...] = ()  # per call of the turn: served by a pre-execution
+    call_candidates: tuple[Candidate, ...] = ()  # one a call, from the prefix before that call
     agreement_calls: tuple[ToolCall | None, ...] = ()  # first calls of independent continuations
 
 

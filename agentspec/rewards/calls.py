@@ -11,7 +11,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from agentspec.types import ToolCall, ToolSpec
@@ -40,9 +40,9 @@ def same_call(a: ToolCall, b: ToolCall, spec: ToolSpec | None = None) -> bool:
     return a.name == b.name and canonical_call(a, spec) == canonical_call(b, spec)
 
 
-def repeat_count(calls: Iterable[ToolCall]) -> int:
-    """How many of ``calls`` exactly repeat an earlier one (canonical, no defaults filled in)."""
-    texts = [canonical_call(call) for call in calls]
+def repeat_count(calls: Iterable[ToolCall], specs: Mapping[str, ToolSpec] | None = None) -> int:
+    """How many of ``calls`` exactly repeat an earlier one; ``specs`` by name fill in defaults."""
+    texts = [canonical_call(call, (specs or {}).get(call.name)) for call in calls]
     return len(texts) - len(set(texts))
 
 

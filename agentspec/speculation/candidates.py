@@ -4,8 +4,6 @@ In: completions of a speculator, or finished trajectories whose turns hold candi
 ``Candidate`` records and the hit metrics of "Speculate while you reason"; every comparison is
 ``rewards.calls.same_call``. A turn without candidates is one at which the speculator was not asked,
 and counts nowhere (a speculator that failed leaves a candidate with a problem).
-``hit_at_1_calls`` (a prefix before each call of a turn) needs cuts that a turn-start rollout does
-not have and is not among them.
 """
 
 from __future__ import annotations
@@ -88,6 +86,19 @@ def hit_at_1(
     return _mean([_hit(turn, tools, k) for turn in turns])
 
 
+def hit_at_1_calls(trajectories: Iterable[Trajectory], specs: Specs) -> float:
+    """Share of all calls predicted from the prefix that ends before them; NaN if none was asked."""
+    tools = by_name(specs)
+    return _mean(
+        [
+            matches(candidate, call, tools)
+            for turn in _calling_turns(trajectories, False)
+            if turn.call_candidates
+            for candidate, call in zip(turn.call_candidates, turn.calls, strict=True)
+        ]
+    )
+
+
 def self_agreement(trajectories: Iterable[Trajectory], specs: Specs) -> float:
     """How often an independent continuation makes the first call that the agent made; NaN if none.
 
@@ -125,6 +136,7 @@ def hit_report(trajectories: Sequence[Trajectory], specs: Specs, k: int = 1) -> 
         "success": _mean([t.score.success for t in trajectories]),
         "calling_turns": float(len(turns)),
         "hit_at_1": hit_at_1(trajectories, tools),
+        "hit_at_1_calls": hit_at_1_calls(trajectories, tools),
         "hit_at_1_read_only": hit_at_1(trajectories, tools, read_only=True),
         "hit_at_1_later": hit_at_1(trajectories, tools, skip_first_turn=True),
         "hit_at_1_read_only_later": hit_at_1(

@@ -163,6 +163,19 @@ class Chat:
             end -= 1
         return parse_turn(self.tokenizer.decode(ids[:end]), tools)
 
+    def call_cuts(self, ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """For each call of a sampled turn: how many of the turn's ids lie before its opening."""
+        end = len(ids)
+        while end and ids[end - 1] in self.stop_ids:
+            end -= 1
+        text = self.tokenizer.decode(ids[:end])
+        spoken = text.rfind(THINK_CLOSE) + 1
+        opened = [m.start() for m in re.finditer(re.escape(CALL_OPEN), text) if m.start() >= spoken]
+        before = [len(parse_turn(text[:at], tools).calls) for at in opened]
+        chars = [len(self.tokenizer.decode(ids[:i])) for i in range(end + 1)]
+        starts = [opened[before.index(k)] for k in range(len(self.parse(ids, tools).calls))]
+        return [max(i for i, n in enumerate(chars) if n <= at) for at in starts]
+
     # --- parts: text and markup in order; neighbouring texts are encoded as one ------------------
 
     def _system_parts(self, own: str | None, tools: Sequence[ToolSpec]) -> list[str]:

@@ -63,7 +63,7 @@ def test_rows_of_later_steps_are_dropped_on_resume(tmp_path):
     assert rows[1]["success"] is None and read_rows(path) == rows
     with pytest.raises(ValueError, match="'sucess' is not listed.*did you mean 'success'"):
         resumed.write(3, "agent", {"sucess": 1.0})
-    path.write_text("{}\nnonsense\n{}\n")
+    path.write_text('{"stage": "", "step": 0}\nnonsense\n{}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a metrics line"):
         read_rows(path)
 
