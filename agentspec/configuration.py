@@ -136,7 +136,7 @@ class RewardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Clipped surrogate. ``old_logp``: trainer (its own: the ratio is 1, no clip acts) | sampler."""
+    """Clipped surrogate. ``old_logp``: trainer (its own: ratio 1, no clip acts) | sampler."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
