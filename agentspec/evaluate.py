@@ -25,12 +25,13 @@ from ml_collections import config_flags
 
 from agentspec import collect, entry, rng
 from agentspec.checkpoint import Checkpointer, CheckpointError, abstract, restore_params
-from agentspec.configuration import Settings, settings_from
+from agentspec.configuration import settings_from
 from agentspec.envs import episode
 from agentspec.envs.tools import ToolBox, ToolLatency
 from agentspec.job import Job, build_job
 from agentspec.progress import say
 from agentspec.rollout.recorded import RecordedEngine
+from agentspec.settings import Settings
 from agentspec.speculation import runtime
 from agentspec.speculation.candidates import hit_report
 from agentspec.speculation.clock import LatencyModel

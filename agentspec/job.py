@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from agentspec import rng
-from agentspec.configuration import ConfigError, Settings
+from agentspec.configuration import ConfigError
 from agentspec.envs import lookup, storefront
 from agentspec.envs.base import WorldSource
 from agentspec.envs.episode import CUT_TURN, EpisodeLimits
@@ -20,6 +20,7 @@ from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.model.weights import load_model
 from agentspec.rollout.engine import Engine
+from agentspec.settings import Settings
 from agentspec.tokens.chat import Chat
 from agentspec.tokens.parse import PROBLEMS
 from agentspec.tokens.tokenizer import Tokenizer, build_word_tokenizer, load_tokenizer

@@ -100,8 +100,3 @@ def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
     if rows % ways:
         raise ValueError(f"{rows} rows a batch are not divisible by data x fsdp = {ways} devices")
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding that keeps a whole copy on every device of the mesh."""
-    return NamedSharding(mesh, PartitionSpec())

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from agentspec.checkpoint import Checkpointer, abstract, restore_params
-from agentspec.configuration import StageSettings
 from agentspec.job import Job
 from agentspec.optim import Optimizer
+from agentspec.settings import StageSettings
 from agentspec.state import TrainState
 from agentspec.update import Update, make_update
 
@@ -44,6 +44,7 @@ class Stage:
             eps=o.eps,
             weight_decay=o.weight_decay,
             clip_norm=o.clip_norm,
+            reset_schedule=o.reset_schedule,
         )
         self._saved_step = -1
         self._checkpointer = Checkpointer(

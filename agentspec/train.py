@@ -23,12 +23,13 @@ from ml_collections import config_flags
 
 from agentspec import collect, entry, scoring
 from agentspec.checkpoint import CheckpointError
-from agentspec.configuration import Settings, settings_from
+from agentspec.configuration import settings_from
 from agentspec.imitate import run_imitation
 from agentspec.job import Job, build_job
 from agentspec.metrics import CollapseMonitor, Writer
 from agentspec.phases import Schedule
 from agentspec.progress import StageProgress, say
+from agentspec.settings import Settings
 from agentspec.stage import Stage, open_stage
 from agentspec.tasks.jsonlines import DataError
 from agentspec.tasks.stream import TaskStream

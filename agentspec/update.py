@@ -18,12 +18,12 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from agentspec.configuration import LossSettings
 from agentspec.losses.aggregate import count
 from agentspec.losses.policy import policy_loss, truncated_weights
 from agentspec.losses.sft import sft_loss, token_logps
 from agentspec.metrics import merge
 from agentspec.optim import Optimizer
+from agentspec.settings import LossSettings
 from agentspec.state import TrainState
 from agentspec.tokens.pack import PackedBatch
 

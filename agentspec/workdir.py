@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentspec.configuration import ConfigError, Settings, flat_settings
+from agentspec.configuration import ConfigError, flat_settings
+from agentspec.settings import Settings
 
 _FREE = ("evaluate.", "checkpoint.")
 

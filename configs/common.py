@@ -6,5 +6,5 @@ from agentspec.configuration import default_config
 
 
 def base() -> ConfigDict:
-    """Every key at its default (``agentspec.configuration``)."""
+    """Every key at its default (``agentspec.settings``)."""
     return default_config()

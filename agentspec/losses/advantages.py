@@ -39,23 +39,6 @@ def group_advantages(rewards_NG: ArrayLike, eps: float = 1e-6) -> NDArray[np.flo
     return np.where(uniform[..., None], 0.0, centred / scale).astype(np.float32)
 
 
-def leave_one_out_advantages(rewards_NG: ArrayLike, eps: float = 1e-6) -> NDArray[np.float32]:
-    """float32 [N, G]: each reward less the mean of the others, over their std (n - 1) + eps.
-
-    Not scaled where the others are equal (their range is at most 1e-6) or fewer than two; the std
-    is taken from centred values, since E[x^2] - E[x]^2 leaves a residue there. A group of one has
-    advantage 0. An alternative to `group_advantages`, not the paper's.
-    """
-    rewards = _checked(rewards_NG)
-    out = np.zeros(rewards.shape)
-    for i in range(rewards.shape[-1] if rewards.shape[-1] > 1 else 0):
-        others = np.delete(rewards, i, axis=-1)
-        flat = uniform_groups(others)
-        std = np.ones_like(flat, float) if others.shape[-1] < 2 else others.std(-1, ddof=1) + eps
-        out[..., i] = (rewards[..., i] - others.mean(-1)) / np.where(flat, 1.0, std)
-    return out.astype(np.float32)
-
-
 def _checked(rewards_NG: ArrayLike) -> NDArray[np.float64]:
     rewards = np.asarray(rewards_NG, np.float64)
     if rewards.ndim < 1 or rewards.shape[-1] == 0:

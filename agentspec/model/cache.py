@@ -33,12 +33,6 @@ def init_cache(config: ModelConfig, rows: int, length: int) -> Cache:
     )
 
 
-def cache_bytes(config: ModelConfig, rows: int, length: int) -> int:
-    """Returns the bytes that ``init_cache`` allocates for all layers together."""
-    per_layer = rows * config.n_kv_heads * length * config.head_dim
-    return 2 * config.n_layers * per_layer * jnp.dtype(config.dtype).itemsize
-
-
 def slots(start_R: jax.Array, valid_R: jax.Array, n_tokens: int, length: int) -> jax.Array:
     """Returns [R, T] slots to write, ``length`` (dropped by ``write``) where there is none.
 

@@ -57,31 +57,6 @@ class PackedBatch:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def length_mask(lengths: Sequence[int], row_tokens: int) -> NDArray[np.int32]:
-    """Mask int32 [B, T]: 1 on the first ``lengths[b]`` entries of row b, whatever ids lie there."""
-    bad = [n for n in lengths if not 0 <= n <= row_tokens]
-    if bad:
-        raise ValueError(f"lengths must lie in 0..{row_tokens}, got {bad[0]}")
-    return (np.arange(row_tokens)[None] < np.asarray(lengths, int)[:, None]).astype(np.int32)
-
-
-def span_mask(n_tokens: int, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Mask of ``n_tokens`` entries, 1 on each half-open span (start, end) of sampled tokens.
-
-    Raises ValueError for spans that are empty, overlap, run backwards or leave the row.
-    """
-    mask, last = [0] * n_tokens, 0
-    for start, end in spans:
-        if not last <= start < end <= n_tokens:
-            raise ValueError(
-                f"span ({start}, {end}) must be non-empty, start at or after {last} and end by "
-                f"{n_tokens}"
-            )
-        mask[start:end] = [1] * (end - start)
-        last = end
-    return mask
-
-
 def kept_tokens(row: TreeRow) -> int:
     """Number of tokens of the row's trunk and branches whose loss counts."""
     return sum(row.mask) + sum(sum(b.mask) for b in row.branches)

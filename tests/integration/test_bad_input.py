@@ -18,7 +18,7 @@ import pytest
 
 from agentspec import entry
 from agentspec.checkpoint import CheckpointError, DamagedCheckpoint, restore_params
-from agentspec.configuration import ConfigError, Settings, settings_from
+from agentspec.configuration import ConfigError, settings_from
 from agentspec.envs.base import World
 from agentspec.envs.episode import EpisodeLimits, run_scripted
 from agentspec.envs.experts import AssistantAct
@@ -26,6 +26,7 @@ from agentspec.envs.tools import ToolBox
 from agentspec.evaluate import evaluate_checkpoint, evaluate_run
 from agentspec.job import build_job
 from agentspec.rollout.recorded import RecordedEngine
+from agentspec.settings import Settings
 from agentspec.speculation import runtime
 from agentspec.speculation.clock import run_simulated
 from agentspec.tasks.jsonlines import DataError

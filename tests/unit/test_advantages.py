@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from agentspec.losses.advantages import (
     group_advantages,
-    leave_one_out_advantages,
     uniform_groups,
 )
 
@@ -36,18 +35,16 @@ def test_values_by_hand():
 def test_b30_a_group_of_one_has_advantage_0():
     with np.errstate(all="raise"):
         assert group_advantages([[0.7]]).tolist() == [[0.0]]
-        assert leave_one_out_advantages([[0.7]]).tolist() == [[0.0]]
     assert uniform_groups([[0.7]]).tolist() == [True]
 
 
-def test_b32_leave_one_out_where_the_others_are_equal():
+def test_b32_one_reward_apart_from_equal_ones_in_float32():
     rewards = np.array([[1.0] + [0.35] * 7], np.float32)
-    got = leave_one_out_advantages(rewards)[0]
-    assert got[0] == pytest.approx(0.65, abs=1e-6)  # unscaled; the naive float32 form gives 7444
-    # item 1: others 1.0 and 6 x 0.35, mean 3.1/7, std sqrt(6/7 * 0.65^2 / 6) = 0.65/sqrt(7)
-    assert got[1] == pytest.approx((0.35 - 3.1 / 7) / (0.65 / math.sqrt(7)), abs=1e-4)
-    # the group form: std = sqrt(7/8 * 0.65^2 / 7) = 0.65/sqrt(8); (1 - .43125)/that
-    assert group_advantages(rewards)[0, 0] == pytest.approx(0.56875 * math.sqrt(8) / 0.65, abs=1e-4)
+    # std = sqrt(7/8 * 0.65^2 / 7) = 0.65/sqrt(8), mean .43125; E[x^2] - E[x]^2 leaves a residue
+    got = group_advantages(rewards)[0]
+    assert got[0] == pytest.approx(0.56875 * math.sqrt(8) / 0.65, abs=1e-4)
+    assert got[1:] == pytest.approx([-0.08125 * math.sqrt(8) / 0.65] * 7, abs=1e-4)
+    assert not group_advantages(np.array([[0.35] * 8], np.float32)).any()  # no residue either
 
 
 def test_b41_the_std_divides_by_n_minus_1():

@@ -24,10 +24,10 @@ from agentspec.checkpoint import (
     abstract,
     restore_params,
 )
-from agentspec.configuration import LossSettings
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.optim import Optimizer, update_count
+from agentspec.settings import LossSettings
 from agentspec.tokens.pack import pack
 from agentspec.types import TreeRow
 from agentspec.update import make_update

@@ -13,9 +13,9 @@ import pytest
 from fakes import FakeEngine, FakeShop, call_text, make_chat, random_policy
 
 from agentspec import collect
-from agentspec.configuration import Settings
 from agentspec.envs.episode import EpisodeLimits
 from agentspec.envs.experts import AssistantAct
+from agentspec.settings import Settings
 from agentspec.types import SamplingParams, Task, ToolCall
 
 TASKS = [Task(f"t{i}", "shop", {"i": i}) for i in range(3)]

@@ -15,11 +15,11 @@ from ml_collections import ConfigDict, config_flags
 from agentspec import entry
 from agentspec.configuration import (
     ConfigError,
-    Settings,
     default_config,
     flat_settings,
     settings_from,
 )
+from agentspec.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

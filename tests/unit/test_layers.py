@@ -14,6 +14,7 @@ PACKAGE = ROOT / "agentspec"
 # each other (not in a circle, Python sees to that).
 LAYERS = (
     ("types", "progress"),
+    ("settings",),
     ("configuration",),
     ("rng", "mesh", "metrics", "collapse", "workdir"),
     ("tokens",),
@@ -31,7 +32,7 @@ LAYERS = (
     ("entry", "train", "evaluate", "report", "report_data", "report_charts", "report_page"),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
-NO_JAX = ("types", "configuration", "rewards", "tasks", "envs")
+NO_JAX = ("types", "settings", "configuration", "rewards", "tasks", "envs")
 FORBIDDEN_NAMES = {"util", "utils", "common", "core", "helper", "helpers", "manager", "managers"}
 MAX_LINES = 500
 

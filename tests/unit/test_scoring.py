@@ -9,7 +9,7 @@ import pytest
 from fakes import SPECS, make_chat
 
 from agentspec import scoring
-from agentspec.configuration import Settings
+from agentspec.settings import Settings
 from agentspec.tokens.pack import pack
 from agentspec.types import Candidate, Score, ToolCall, Trajectory, Turn
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from agentspec.configuration import LossSettings
 from agentspec.losses.sft import logps_of
 from agentspec.mesh import batch_sharding, make_mesh
 from agentspec.metrics import METRICS
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.optim import Optimizer, update_count
+from agentspec.settings import LossSettings
 from agentspec.tokens.pack import pack
 from agentspec.types import Branch, TreeRow
 from agentspec.update import NonFiniteError, make_update

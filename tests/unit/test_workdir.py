@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.configuration import ConfigError, Settings
+from agentspec.configuration import ConfigError
+from agentspec.settings import Settings
 from agentspec.workdir import RunError, check, claim, read_object
 
 SETTINGS = Settings()
