@@ -168,6 +168,8 @@ def check_config(s: Settings) -> None:
         "config key evaluate.temperatures must be one or more distinct numbers, at least 0, got "
         f"{temperatures}",
     )
+    for name, group in (("agent", s.agent.group_size), ("speculator", s.speculator.group_size)):
+        _need(group >= 2, f"config key {name}.group_size={group}: a group of one has no advantage")
     shorter = min(s.schedule.agent_steps, s.schedule.speculator_steps)
     _need(
         not s.optim.reset_schedule or s.joint.warmup_steps < shorter,

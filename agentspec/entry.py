@@ -77,6 +77,11 @@ def _clearer(error: Exception, path: str | None) -> Exception | None:
             return app.UsageError(f"--{error.flagname} needs --config=FILE as well")
     if path is not None and isinstance(error, (AttributeError, LookupError)):
         return ConfigError(f"{path}: {_NO_CONFIG}")
+    if isinstance(error, SyntaxError):
+        return ConfigError(
+            "a --config.key=(...) on the command line is no Python value; write a tuple of texts "
+            f"as '(\"a\", \"b\")', or one bare text: {error}"
+        )
     if isinstance(error, flags.IllegalFlagValueError):
         if wrong := re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL):
             key, text = wrong.groups()

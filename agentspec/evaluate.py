@@ -183,7 +183,7 @@ def cross(job: Job, agents: dict[str, list[Trajectory]], params: dict[str, Any])
         engine = job.engine(params[speculator])
         for agent in names:
             say(f"[evaluate] speculator {speculator} on agent {agent}")
-            bare = [_without_candidates(t) for t in agents[agent]]
+            bare = [_without_candidates(t) for t in agents[agent]]  # without vacuous tasks
             guessed = collect.predict(job, engine, bare, job.speculator_sampling(0.0))
             table[agent][speculator] = hit_report(guessed, specs)["hit_at_1"]
     return _plain(
@@ -256,7 +256,8 @@ def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:
             where[:] = [r for r in where if (r["row"], r["temperature"]) != (name, temperature)]
             where += rows
             if crossed:
-                agents[name] = _share(played.measured, settings.evaluate.crossing_tasks)
+                real = [t for t in played.measured if not _vacuous(t)]
+                agents[name] = _share(real, settings.evaluate.crossing_tasks)
             if temperature == first and name == shown:
                 results["timeline"] = {"stage": name, "temperature": first} | timeline(played)
             _write(file, results)
@@ -328,7 +329,7 @@ def evaluate_checkpoint(settings: Settings, agent: str, speculator: str | None) 
     results: dict[str, Any] = {"rows": rows}
     if speculator is not None:
         engine = job.engine(params_of(job, speculator))
-        bare = [_without_candidates(t) for t in played.measured]
+        bare = [_without_candidates(t) for t in played.measured if not _vacuous(t)]
         guessed = collect.predict(job, engine, bare, job.speculator_sampling(0.0))
         specs = {name: spec for world in job.worlds for name, spec in job.specs(world).items()}
         results["crossed"] = {"speculator": speculator} | _plain(hit_report(guessed, specs))

@@ -152,7 +152,8 @@ def timeline(plain: Sequence[dict[str, Any]], speculated: Sequence[dict[str, Any
             continue
         parts.append(f'<text class="lane" x="0" y="{y + 14:.0f}">{name}</text>')
         parts.append(f'<text class="lane" x="0" y="{y + 29:.0f}">speculation</text>')
-        done = max(e["end_s"] for e in lane)
+        own = [e["end_s"] for e in lane if e["kind"] not in ("speculate", "preexecute")]
+        done = max(own, default=start)  # a prediction may outlive the episode; nobody waits for it
         parts.append(
             f'<text class="total" x="{x(done) + 6:.1f}" y="{y + 14:.0f}">'
             f"{done - start:.2f} s</text>"

@@ -115,7 +115,12 @@ class SpeculationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-    """See SPEC: ``argument_keys`` target | union, ``no_call_turns`` skip | reward."""
+    """R_sp averages token-F1 over the ``target``'s argument keys (the paper) or the ``union``.
+
+    ``repeat_penalty``: off R_ag for each exact repeat of an earlier call. ``no_call_turns``: skip
+    leaves prefixes whose turn made no call out; reward scores abstaining there 1 and any call 0,
+    and abstaining before a call ``abstain_on_call``.
+    """
 
     argument_keys: Literal["target", "union"] = "target"
     repeat_penalty: float = 0.1

@@ -43,7 +43,7 @@ def train(settings: Settings, workdir: Path) -> None:
     check(workdir, settings)
     with entry.reading("model.path", settings.model.path):
         job = build_job(settings)
-    claim(workdir, settings)  # only now: a first try with a wrong path leaves no trace
+    lock = claim(workdir, settings)  # only now: a first try with a wrong path leaves no trace
     for name, world in job.worlds.items():
         report = getattr(world, "report", None)
         if report is not None:
@@ -56,6 +56,7 @@ def train(settings: Settings, workdir: Path) -> None:
             runner = run_rl if stage.settings.kind == "rl" else run_imitation
             runner(job, stage, _writer(workdir, stage))
             stage.finish()
+    lock.close()
 
 
 def _writer(workdir: Path, stage: Stage) -> Writer:

@@ -6,9 +6,11 @@ experiments, so it is refused, naming the keys; keys that do not change training
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from agentspec.configuration import ConfigError, flat_settings
 from agentspec.settings import Settings
@@ -20,14 +22,27 @@ class RunError(ValueError):
     """A file of a run's folder that cannot be used; the message names it."""
 
 
-def claim(workdir: Path, settings: Settings) -> None:
-    """Makes ``workdir`` this run's, or checks that it already is."""
+def claim(workdir: Path, settings: Settings) -> IO[str]:
+    """Makes ``workdir`` this run's, or checks that it already is; returns its lock, to be kept.
+
+    Raises ``RunError`` while another process trains there. The lock goes with the process.
+    """
     check(workdir, settings)
     workdir.mkdir(parents=True, exist_ok=True)
+    lock = (workdir / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        raise RunError(f"{workdir} is in use by process {lock.read() or 'unknown'}") from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
     file = workdir / "config.json"
     partial = file.with_suffix(".tmp")
     partial.write_text(json.dumps(_plain(settings), indent=1, sort_keys=True))
     partial.replace(file)
+    return lock
 
 
 def check(workdir: Path, settings: Settings) -> None:

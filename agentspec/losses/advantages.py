@@ -1,6 +1,6 @@
 """Stage 4 to 5: rewards of groups in, advantages out (host side, NumPy, computed in float64).
 
-SPEC "Group advantage"; the paper's A_i = (R_i - mean) / (std + 1e-6). Agent groups share a task,
+The paper's A_i = (R_i - mean) / (std + 1e-6). Agent groups share a task,
 speculator groups share a prefix. The standard deviation divides by n - 1 (``ddof=1``).
 """
 

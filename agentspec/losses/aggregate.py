@@ -1,6 +1,6 @@
 """Per-token values and a mask in, one number out; the three averages kept apart by name.
 
-SPEC "Policy loss". For the per-token losses [[1, 1, 1, 1], [4]] and a maximum length of 4:
+For the per-token losses [[1, 1, 1, 1], [4]] and a maximum length of 4:
 ``token_mean`` gives 8/5 = 1.6, ``sequence_mean`` (1 + 4)/2 = 2.5, ``constant_length`` (Dr. GRPO)
 8/(2*4) = 1.0. Each is numerator / denominator; both add up over micro-batches and hosts, so that a
 denominator counted over all of them makes the sum of the parts the whole.

@@ -1,6 +1,6 @@
 """Supervised loss, and the log-probs that every loss starts from (pure JAX).
 
-SFT warm-up before RL (SPEC "Learning"): successful trajectories and the speculation examples cut
+SFT warm-up before RL: successful trajectories and the speculation examples cut
 from them, trunk and branches in one mean. Log-probs are full-vocabulary, at the sampling
 temperature, in float32: the same definition as the sampler's.
 """

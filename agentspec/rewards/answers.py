@@ -1,6 +1,6 @@
 """Scores answers of search QA. In: a completion and the gold answers; out: exact match and F1.
 
-SPEC "Rewards": the published (official) normal form, and no credit for saying nothing.
+The published (official) normal form, and no credit for saying nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scores calls: canonical form, match, and the speculator's reward. In: calls; out: numbers.
 
-Paper, "Speculate while you reason", R_sp = R_name x R_args; SPEC "Calls" and "Rewards". Rollout,
+Paper, "Speculate while you reason", R_sp = R_name x R_args. Rollout,
 reward, metric and pre-execution all use these functions and no others.
 """
 

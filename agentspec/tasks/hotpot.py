@@ -3,7 +3,7 @@
 In: JSON-lines files of ``{question, answer, answer_aliases?, id?, dataset?, supporting_facts?}``.
 Out: ``Question`` records and a seeded split. Paper: search QA.
 
-A row can become a task when its ``dataset`` is ``hotpotqa`` and every title of its
+A row can become a task when its ``dataset`` is ``hotpotqa`` (or missing) and every title of its
 ``supporting_facts`` has a page in the corpus. All other rows only lend their answer to recorded
 trajectories about the same question.
 """
@@ -93,7 +93,7 @@ def _question(row: dict[str, Any]) -> Question:
         text=text,
         golds=golds,
         titles=tuple(dict.fromkeys(fact[0] for fact in facts)),
-        dataset=str(row.get("dataset") or ""),
+        dataset=str(row.get("dataset") or "hotpotqa"),
     )
 
 
@@ -114,14 +114,14 @@ def hold_out(
     """(rest, validation, test), by a hash of seed and question, whatever the files' order.
 
     Held-out questions are drawn before anyone looks at which of them a recorded agent solved.
-    Raises ``ValueError`` when nothing would be left to train on.
+    Raises ``DataError`` when nothing would be left to train on.
     """
     order = sorted(questions, key=lambda question: _digest(f"{seed}:{question.key}"))
     held = n_validation + n_test
     if len(order) <= held:
-        raise ValueError(
-            f"n_validation={n_validation} + n_test={n_test} leave nothing of the "
-            f"{len(order)} questions that the corpus can answer"
+        raise DataError(
+            f"world.n_validation={n_validation} + world.n_test={n_test} leave nothing of the "
+            f"{len(order)} HotpotQA questions whose supporting pages are all in the corpus"
         )
     return tuple(order[held:]), tuple(order[n_test:held]), tuple(order[:n_test])
 

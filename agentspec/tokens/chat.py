@@ -3,8 +3,8 @@
 The layout is Qwen3's ChatML (style ``hermes``) or SmolLM2's own (``smollm2``: the same frame, with
 tool markup as ordinary text, since its vocabulary has no such tokens). Unlike Qwen3's template it
 never takes reasoning out of the history, so the ids of a longer conversation start with those of
-the shorter, and what was sampled is never rendered again. The speculation suffix (SPEC, "The
-speculator") is appended to the agent's own prefix in the same way.
+the shorter, and what was sampled is never rendered again. The speculation suffix is appended to
+the agent's own prefix in the same way.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: `types.TreeRow`s in the order (task, member, turn). Out: `PackedBatch`es of shape [B, T], in
 which several trees share a row. A tree's trunk is laid out first, its branches behind it; branch
 positions restart at the cut (design, idea 3: a fork costs only its own tokens, in training too).
-Masks come from lengths and spans, never from a pad or end id (SPEC "Loss mask").
+Masks come from lengths and spans, never from a pad or end id.
 """
 
 from __future__ import annotations

@@ -109,8 +109,9 @@ def test_the_good_runs_give_no_warning(seed):
 
 
 def test_other_warnings_and_what_is_not_one():
-    # success falls, but predictions fall with it: bad, not this
-    assert not any("predictable" in w for w in run(40, (0.4, 0.05), (0, 0), (0.5, 0.1), (0.5, 0.1)))
+    # success falls and predictions fall with it: as seen at lr 1e-3 in the embedded worlds
+    (found,) = run(40, (0.4, 0.05), (0, 0), (0.5, 0.1), (0.5, 0.1))
+    assert "collapse: success" in found and "predictable" not in found
     found = run(40, (0.4, 0.4), (0.05, 0.05), (0, 0), (0, 0), dropped=1.0)  # no SFT warm-up
     assert ["no signal: 100% of the agent groups" in w for w in found].count(True) == 1
     assert ["no signal: 100% of the speculator groups" in w for w in found].count(True) == 1

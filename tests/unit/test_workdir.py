@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -23,13 +24,17 @@ def changed(section: str, **values: object) -> Settings:
 
 def test_a_folder_is_claimed_once_and_again_by_the_same_settings(tmp_path: Path):
     run = tmp_path / "a" / "run"
-    claim(run, SETTINGS)
+    claim(run, SETTINGS).close()
     written = (run / "config.json").read_text()
     saved = json.loads(written)
     assert saved["joint.kind"] == "rl" and saved["world.names"] == ["lookup", "storefront"]
-    claim(run, SETTINGS)
+    lock = claim(run, SETTINGS)
     assert (run / "config.json").read_text() == written
-    assert [p.name for p in run.iterdir()] == ["config.json"]
+    assert sorted(p.name for p in run.iterdir()) == [".lock", "config.json"]
+    with pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
+        claim(run, SETTINGS)
+    lock.close()
+    claim(run, SETTINGS).close()
 
 
 def test_other_settings_are_refused_by_key_and_nothing_is_written(tmp_path: Path):
