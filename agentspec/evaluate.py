@@ -213,8 +213,7 @@ def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:
     missing = [name for name, step in steps.items() if step is None]
     if missing:
         raise RunError(
-            f"{workdir} holds no checkpoints of {', '.join(missing)}, or of unfinished training; "
-            "train it first"
+            f"{workdir} holds no finished checkpoints of {', '.join(missing)}; train it first"
         )
     check(workdir, settings)
     file = workdir / "results.json"

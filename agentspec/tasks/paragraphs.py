@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import html
+import logging
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from agentspec.tasks.jsonlines import field, read_records
 
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells of every index it builds
 _STOPWORDS = frozenset(
     "a an and are as at be been by did do does for from had has have he her his how in is it its "
     "of on or she that the their they this to was were what when where which who whom whose why "

@@ -83,7 +83,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    files = (p for p in folder.rglob("*") if p.is_file())
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
@@ -181,10 +181,10 @@ def test_stages_that_were_never_trained_are_named(run: Path, tmp_path: Path):
     before = contents(run)
     whole = settings_from(get_config("smoke"))
     with pytest.raises(
-        RunError, match="holds no checkpoints of sft_light, sft, joint, sft_more; t"
+        RunError, match="holds no finished checkpoints of sft_light, sft, joint, sft_more; t"
     ):
         evaluate_run(whole, run)
-    with pytest.raises(RunError, match="nowhere holds no checkpoints of base; train it first"):
+    with pytest.raises(RunError, match="nowhere holds no finished checkpoints of base; train it first"):
         evaluate_run(smoke(), tmp_path / "nowhere")
     assert contents(run) == before and not (tmp_path / "nowhere").exists()
 
