@@ -10,6 +10,7 @@ import random
 import time
 
 from agentspec import collect, rng, scoring
+from agentspec.configuration import ConfigError
 from agentspec.job import Job
 from agentspec.metrics import Writer
 from agentspec.progress import StageProgress, say
@@ -66,6 +67,11 @@ def imitation_examples(job: Job, name: str) -> list[TreeRow]:
         f"[{name}] {len(kept)} of {len(episodes)} expert episodes kept, "
         f"{sum(len(t.ids) for t in kept) // max(len(kept), 1)} tokens each"
     )
+    if not kept:
+        raise ConfigError(
+            f"config key {name}.n_examples={c.n_examples}: none of those expert episodes succeeded "
+            "within episode.max_turns, max_turn_tokens and max_tokens"
+        )
     return scoring.imitation_rows(job, kept, branches=c.kind == "sft")
 
 
