@@ -41,7 +41,7 @@ COLUMNS = (
     Column("success", "Task success", "task success", "frac", "share of tasks that were solved"),
     Column("hit_at_1", "Hit@1", "Hit@1", "frac", "share of tool-calling turns predicted exactly"),
     Column("hit_at_1_read_only", "Hit@1 read-only", "Hit@1 read-only", "frac", "read-only calls"),
-    Column("parse_failure_frac", "Parse failures", "parse fail.", "frac", "predicted no call"),
+    Column("parse_failure_frac", "Parse failures", "parse fail.", "frac", "unreadable predictions"),
     Column("self_agreement", "Self-agreement", "self agree", "frac", "two draws, same call"),
     Column("hit_over_agreement", "Hit@1 / agreement", "Hit@1 /agr.", "frac", "may exceed 1"),
     Column("entropy", "Entropy", "entr. nats", "nats", "mean per token that the agent sampled"),

@@ -181,3 +181,14 @@ def test_growing_turn_by_turn_equals_rendering_the_whole(first, rounds):
 def test_what_the_chat_cannot_do_is_refused():
     with pytest.raises(ValueError, match="'hermes', 'smollm2'"):
         Chat(TOKENIZER, style="llama")
+
+
+def test_call_cuts_stand_just_before_each_calls_opening_tag():
+    calls = (ToolCall("search", {"q": "<tool_call>"}), ToolCall("search", {"q": "Oslo"}))
+    ids = CHAT.turn_ids(CHAT.assistant_text("try <tool_call> first", "see", calls))
+    cuts = CHAT.call_cuts(ids)
+    assert len(cuts) == 2 and [len(CHAT.parse(ids[:cut]).calls) for cut in cuts] == [0, 1]
+    for cut, call in zip(cuts, calls, strict=True):
+        rest = TOKENIZER.decode(ids[cut:])
+        assert rest.startswith("<tool_call>") and CHAT.parse(ids[cut:]).calls[0] == call
+    assert CHAT.call_cuts(CHAT.turn_ids("no call")) == []

@@ -474,3 +474,12 @@ def test_time_account_refuses_other_tasks():
     with pytest.raises(ValueError, match="same tasks"):
         time_account([a], plain=[b])
     assert time_account([])["episodes"] == 0.0
+
+
+def test_hit_at_1_calls_counts_every_call_from_its_own_prefix():
+    right, other = ToolCall("get", {"key": "a"}), ToolCall("get", {"key": "b"})
+    said = [Candidate((), (), call) for call in (right, right, None)]
+    asked = Turn(0, 1, "stop", calls=(right, other, other), call_candidates=tuple(said))
+    unasked = Turn(1, 2, "stop", calls=(right,))
+    played = Trajectory("t", "shop", [], [], [], [asked, unasked], Score(0.0, 0.0), "", "answered")
+    assert hit_report([played], {})["hit_at_1_calls"] == pytest.approx(1 / 3)
