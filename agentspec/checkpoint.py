@@ -11,6 +11,7 @@ shardings at restore are always the target's, never the saved ones.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import re
 import warnings
@@ -21,11 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 
 from agentspec.state import TrainState
 
 _STEP = re.compile(r"\d{8,}")
+_CHUNK_BYTES = 1 << 26
 
 
 class CheckpointError(ValueError):
@@ -95,7 +98,10 @@ class Checkpointer:
         _sync("checkpoint folder")
         if self._orbax is None:
             self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-        saves = {name: ocp.args.PyTreeSave(_owned(item)) for name, item in items.items()}
+        saves = {
+            name: ocp.args.PyTreeSave(_owned(item), jax.tree.map(_chunks, item))
+            for name, item in items.items()
+        }
         self._orbax.save(partial / "state", args=ocp.args.Composite(**saves))
         self._pending = self._pool.submit(
             self._commit, step, partial, _manifest(step, state, items)
@@ -172,8 +178,7 @@ class Checkpointer:
         if jax.process_index() != 0:
             return
         manifest["files"] = {
-            str(p.relative_to(partial)): [p.stat().length, zlib.crc32(p.read_bytes())]
-            for p in _files(partial)
+            str(p.relative_to(partial)): [p.stat().length, _crc(p)] for p in _files(partial)
         }
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
         final, replaced = self.directory / _name(step), self.directory / f"{_name(step)}.replaced"
@@ -229,17 +234,59 @@ class Checkpointer:
                 raise DamagedCheckpoint(
                     f"{part} has {part.stat().length} bytes, {size} were written"
                 )
-            if self.checksum and zlib.crc32(part.read_bytes()) != crc:
+            if self.checksum and _crc(part) != crc:
                 raise DamagedCheckpoint(f"{part} is damaged: its checksum is not the one written")
         return manifest
 
 
 def restore_params(where: epath.PathLike, target: Any = None) -> Any:
     """Weights from ``DIR`` (newest) or ``DIR:step``; see `Checkpointer.restore_params`."""
-    match = re.fullmatch(r"(.+):(\d+)", str(where))
-    directory, step = (match[1], int(match[2])) if match else (where, None)
+    directory, step = split_step(where)
     with Checkpointer(directory) as checkpointer:
         return checkpointer.restore_params(target, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedParams:
+    """The weights of the checkpoint in folder ``path``, still in their files.
+
+    ``arrays`` has their shapes and dtypes by dotted name (``layers.0.mlp.up``).
+    """
+
+    path: epath.Path
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    flat_names: dict[str, str]
+
+    def read(self, name: str, entry: int | None = None) -> np.ndarray:
+        """Array ``name``, or entry ``entry`` of its first dimension; nothing else is read."""
+        folder = str(self.path / "state" / "params")
+        base = folder if "://" in folder else f"file://{folder}"
+        store = {"driver": "ocdbt", "base": f"{base}/", "path": f"{self.flat_names[name]}/"}
+        few = {"data_copy_concurrency": {"limit": 4}, "file_io_concurrency": {"limit": 4}}
+        try:
+            array = ts.open(
+                {"driver": "zarr", "kvstore": store}, context=ts.Context(few), read=True
+            ).result()
+            found: np.ndarray = (array if entry is None else array[entry]).read().result()
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{folder}: {self.flat_names[name]}: {error}") from error
+        return found
+
+
+def open_params(where: epath.PathLike) -> SavedParams:
+    """The weights of ``DIR`` (newest) or ``DIR:step``, checked as for a restore, but not read."""
+    directory, step = split_step(where)
+    with Checkpointer(directory) as checkpointer:
+        path, manifest = checkpointer._choose(step)
+    names = {key: ".".join(map(str, keys)) for key, keys in manifest["paths"].items()}
+    arrays = {name: jax.ShapeDtypeStruct(*manifest["arrays"][key]) for key, name in names.items()}
+    return SavedParams(path, arrays, {name: key for key, name in names.items()})
+
+
+def split_step(where: epath.PathLike) -> tuple[epath.PathLike, int | None]:
+    """``DIR`` or ``DIR:step`` as folder and step."""
+    match = re.fullmatch(r"(.+):(\d+)", str(where))
+    return (match[1], int(match[2])) if match else (where, None)
 
 
 def abstract(tree: Any, sharding: Any = None) -> Any:
@@ -374,6 +421,22 @@ def _files(path: epath.Path) -> list[epath.Path]:
     for part in sorted(path.iterdir()):
         found += _files(part) if part.is_dir() else [part]
     return found
+
+
+def _crc(path: epath.Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _chunks(leaf: Any) -> ocp.SaveArgs:
+    """Pieces in which a large array is stored: what is stacked first, so that one can be read."""
+    large = leaf.size * leaf.dtype.itemsize > _CHUNK_BYTES
+    return ocp.SaveArgs(
+        chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if large and leaf.ndim > 2 else ()
+    )
 
 
 def _sync(name: str) -> None:

@@ -16,7 +16,6 @@ from agentspec.metrics import Writer
 from agentspec.progress import StageProgress, say
 from agentspec.stage import Stage
 from agentspec.tasks.stream import TaskStream
-from agentspec.tokens.pack import pack
 from agentspec.types import Task, TreeRow
 
 
@@ -36,7 +35,7 @@ def run_imitation(job: Job, stage: Stage, writer: Writer) -> None:
             began_s = time.monotonic()
             drawn = stream.batch(stage.next_task, c.rows_per_step)
             stage.next_task += c.rows_per_step
-            batches = pack(drawn, job.settings.pack.row_tokens, job.settings.pack.rows_per_batch)
+            batches = job.pack(drawn)
             stage.state, numbers = update(stage.state, batches)
             stage.count(stage.step + 1, sum(row.n_tokens for row in drawn))
             done = float(stage.tokens if budget else stage.step)

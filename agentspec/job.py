@@ -6,25 +6,30 @@ In: ``Settings``. Out: a ``Job``, whose parts know nothing of the config.
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from agentspec import rng
 from agentspec.configuration import ConfigError
 from agentspec.envs import lookup, storefront
 from agentspec.envs.base import WorldSource
 from agentspec.envs.episode import CUT_TURN, EpisodeLimits
+from agentspec.mesh import make_mesh, param_shardings
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.model.weights import load_model
 from agentspec.rollout.engine import Engine
 from agentspec.settings import Settings
 from agentspec.tokens.chat import Chat
+from agentspec.tokens.pack import PackedBatch, pack
 from agentspec.tokens.parse import PROBLEMS
 from agentspec.tokens.tokenizer import Tokenizer, build_word_tokenizer, load_tokenizer
-from agentspec.types import SamplingParams, Task, ToolSpec
+from agentspec.types import SamplingParams, Task, ToolSpec, TreeRow
 
 Params = Any
 
@@ -40,11 +45,22 @@ class Job:
     worlds: dict[str, WorldSource]
     loaded_params: Params | None
 
+    @property
+    def param_shardings(self) -> Any:
+        """Where each parameter lies: on the mesh, or whole on the first device."""
+        if self.model.mesh is None:
+            one = SingleDeviceSharding(jax.devices()[0])
+            return jax.tree.map(lambda _: one, self.model.shapes)
+        return param_shardings(self.model.logical_axes, self.model.shapes, self.model.mesh)
+
     def initial_params(self) -> Params:
         """The loaded weights, or fresh ones drawn from the job's seed."""
         if self.loaded_params is not None:
             return jax.tree.map(jnp.copy, self.loaded_params)  # an update donates what it gets
-        return self.model.init(jax.random.key(rng.stream(self.settings.seed, "init")))
+        key = jax.random.key(rng.stream(self.settings.seed, "init"))
+        if self.model.mesh is None:
+            return self.model.init(key)
+        return jax.jit(self.model.init, out_shardings=self.param_shardings)(key)
 
     def engine(self, params: Params, version: int = 0) -> Engine:
         """A sampling engine over ``params`` with the configured shapes."""
@@ -60,6 +76,11 @@ class Job:
         )
         engine.load(params, version)
         return engine
+
+    def pack(self, rows: Sequence[TreeRow]) -> list[PackedBatch]:
+        """The rows packed into batches of the configured shape."""
+        p, hybrid = self.settings.pack, "linear" in self.model.config.kinds
+        return pack(rows, p.row_tokens, p.rows_per_batch, branch_table=hybrid)
 
     def tasks(self, split: str) -> list[Task]:
         """All worlds' tasks of a split, world by world."""
@@ -91,12 +112,12 @@ class Job:
 def build_job(settings: Settings) -> Job:
     """The job of these settings; reads the model's and the worlds' files."""
     worlds = {name: _world(name, settings) for name in settings.world.names}
-    m = settings.model
+    m, mesh = settings.model, _mesh(settings)
+    form = {key: getattr(m, key) for key in ("remat", "scan", "attention", "chunk")}
     if m.path:
         tokenizer = load_tokenizer(m.path)
-        loaded = load_model(m.path, dtype=m.dtype)
-        config = dataclasses.replace(loaded.config, remat=m.remat)
-        model, loaded_params = LanguageModel(config), loaded.params
+        loaded = load_model(m.path, mesh, m.dtype, param_dtype=m.param_dtype, **form)
+        model, loaded_params = loaded.model, loaded.params
     else:
         pieces = [piece for world in worlds.values() for piece in world.pieces()]
         glue = settings.chat.suffix.split(" ")
@@ -113,11 +134,12 @@ def build_job(settings: Settings) -> Job:
             d_ff=m.d_ff,
             rope_theta=m.rope_theta,
             tie_embeddings=True,
-            qk_norm=True,
+            family="qwen3",
             dtype=m.dtype,
-            remat=m.remat,
+            param_dtype=m.param_dtype,
+            **form,
         )
-        model, loaded_params = LanguageModel(config), None
+        model, loaded_params = LanguageModel(config, mesh), None
     c = settings.chat
     chat = Chat(
         tokenizer,
@@ -141,6 +163,21 @@ def build_job(settings: Settings) -> Job:
             "episode prefix with one prediction behind it"
         )
     return Job(settings, tokenizer, chat, model, worlds, loaded_params)
+
+
+def _mesh(settings: Settings) -> Mesh | None:
+    """The mesh of the settings; None for one device."""
+    sizes, n_devices = dataclasses.asdict(settings.mesh), len(jax.devices())
+    if set(sizes.values()) == {1}:
+        if n_devices > 1:
+            logging.getLogger(__name__).warning(
+                "using one of %d devices: set mesh.fsdp (or data, tensor) to use more", n_devices
+            )
+        return None
+    try:
+        return make_mesh(**sizes)
+    except ValueError as error:
+        raise ConfigError(f"config section mesh: {error}") from error
 
 
 def _world(name: str, settings: Settings) -> WorldSource:

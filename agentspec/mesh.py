@@ -21,9 +21,13 @@ LOGICAL_AXES: Mapping[str, str | None] = {
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
+    "delta_key_heads": "tensor",
+    "delta_value_heads": "tensor",
     "ffn": "tensor",
     "width": "fsdp",
     "head_size": None,
+    "kernel": None,
+    "layers": None,  # stacked layers are read one after the other by every device
     "scale": None,  # norm weights: small, on every device
 }
 BATCH_AXES = ("data", "fsdp")  # rows of a batch are cut over both

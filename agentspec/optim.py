@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from agentspec.state import TrainState
 
@@ -63,6 +64,22 @@ class Optimizer:
         """A state at step 0; moments float32, laid out like the parameters."""
         like = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
         return TrainState(params, self.transform.init(like), jnp.zeros((), jnp.int32))
+
+    def shardings(self, shapes: Any, params: Any) -> TrainState:
+        """Where a state lies: moments like the parameters, the rest on every device.
+
+        ``shapes`` and ``params``: trees of the parameters' shapes and shardings.
+        """
+        one = jax.tree.leaves(params)[0]
+        whole = NamedSharding(one.mesh, PartitionSpec()) if isinstance(one, NamedSharding) else one
+        opt_state = optax.tree_utils.tree_map_params(
+            self.transform,
+            lambda _, where: where,
+            jax.eval_shape(self.transform.init, shapes),
+            params,
+            transform_non_params=lambda _: whole,
+        )
+        return TrainState(params, opt_state, whole)
 
     def step(self, state: TrainState, grads: Any) -> tuple[TrainState, jax.Array]:
         """The next state and the learning rate used; ``step`` and the count both rise by 1."""

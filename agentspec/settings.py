@@ -13,7 +13,15 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """``path`` names a Hugging Face folder or a GGUF file; empty: a fresh model of these sizes."""
+    """``path`` names a Hugging Face folder or a GGUF file; empty: a fresh model of these sizes.
+
+    ``dtype`` is computed with; ``param_dtype`` is what weights, and so gradients, are stored in
+    (empty: as ``dtype``; bfloat16 weights lose updates of small learning rates). ``remat``: what
+    the backward pass computes again, ``full`` all but each layer's input, ``dots`` all but products
+    with weights. ``scan``: layers stacked, compile time independent of depth, slower on CPU.
+    ``attention``: ``splash`` is TPU's Pallas kernel, ``auto`` takes it on TPU. ``chunk``: tokens
+    that a DeltaNet layer takes at a time.
+    """
 
     path: str = ""
     d_model: int = 96
@@ -24,7 +32,24 @@ class ModelSettings:
     d_ff: int = 256
     rope_theta: float = 10000.0
     dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: bool = False
+    param_dtype: Literal["", "float32", "bfloat16"] = ""
+    remat: Literal["none", "full", "dots"] = "none"
+    scan: bool = False
+    attention: Literal["auto", "xla", "splash"] = "auto"
+    chunk: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSettings:
+    """Devices of each mesh axis; their product is the number of devices. All 1: one device.
+
+    Rows of a batch are cut over ``data`` and ``fsdp``, weights over ``fsdp`` (width) and ``tensor``
+    (heads, feed-forward, vocabulary).
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +155,10 @@ class RewardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Clipped surrogate. ``old_logp``: trainer (its own: ratio 1, no clip acts) | sampler."""
+    """Clipped surrogate. ``old_logp``: trainer (its own: ratio 1, no clip acts) | sampler.
+
+    ``logits_chunk_tokens``: how many tokens of every row the head takes at a time (0: all).
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -233,6 +261,7 @@ class Settings:
     seed: int = 0
     stages: tuple[str, ...] = ("base", "sft_light", "sft", "joint", "sft_more")
     model: ModelSettings = ModelSettings()
+    mesh: MeshSettings = MeshSettings()
     chat: ChatSettings = ChatSettings()
     world: WorldSettings = WorldSettings()
     engine: EngineSettings = EngineSettings()

@@ -54,7 +54,11 @@ class Stage:
         if self._checkpointer.latest() is not None:
             self._restore()
         else:
-            self.state: TrainState = self.optimizer.init(self.start_params())
+            params = self.start_params()
+            places = self._places
+            self.state: TrainState = jax.jit(
+                self.optimizer.init, out_shardings=places, donate_argnums=0
+            )(params)
             if self.settings.patience:
                 self.best = _copy(self.state.params)
 
@@ -68,7 +72,8 @@ class Stage:
         """The weights that the stage begins with."""
         if not self.settings.start:
             return self.job.initial_params()
-        return restore_params(self.workdir / "checkpoints" / self.settings.start)
+        start = self.workdir / "checkpoints" / self.settings.start
+        return restore_params(start, abstract(self.job.model.shapes, self.job.param_shardings))
 
     def make_update(self, loss: str) -> Update:
         """The jitted update of this stage for loss ``policy`` or ``sft``."""
@@ -81,6 +86,7 @@ class Stage:
             temperature=s.agent.temperature,
             max_tokens=s.episode.max_tokens,
             reference_params=self.start_params() if s.loss.kl else None,
+            mesh=self.job.model.mesh,
         )
 
     def count(self, step: int, tokens: int) -> None:
@@ -123,6 +129,11 @@ class Stage:
         """Waits for saves under way; a failed one raises here."""
         self._checkpointer.close()
 
+    @property
+    def _places(self) -> TrainState:
+        """Where the state's arrays lie."""
+        return self.optimizer.shardings(self.job.model.shapes, self.job.param_shardings)
+
     def _tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {"state": self.state}
         if self.best is not None:
@@ -137,12 +148,12 @@ class Stage:
 
     def _restore(self) -> None:
         meta = self._checkpointer.read_meta()
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        params = jax.eval_shape(self.job.initial_params)
-        tree: dict[str, Any] = {"state": jax.eval_shape(self.optimizer.init, params)}
+        params = self.job.model.shapes
+        state = jax.eval_shape(self.optimizer.init, params)
+        tree: dict[str, Any] = {"state": abstract(state, self._places)}
         if self.settings.patience and not meta["done"]:
-            tree["best"] = params
-        restored, meta = self._checkpointer.restore(abstract(tree, here))
+            tree["best"] = abstract(params, self.job.param_shardings)
+        restored, meta = self._checkpointer.restore(tree)
         for key, value in meta.items():
             if key != "stage":
                 setattr(self, key, value)

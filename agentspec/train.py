@@ -33,7 +33,6 @@ from agentspec.settings import Settings
 from agentspec.stage import Stage, open_stage
 from agentspec.tasks.jsonlines import DataError
 from agentspec.tasks.stream import TaskStream
-from agentspec.tokens.pack import pack
 from agentspec.types import Task, TreeRow
 from agentspec.workdir import RunError, check, claim
 
@@ -89,7 +88,7 @@ def run_rl(job: Job, stage: Stage, writer: Writer) -> None:
                 stage.state = stage.optimizer.reset(stage.state)  # 2
             rows, numbers = _episodes(job, engine, frozen, stream, stage, phase.mode)  # 3, 4
             collected_s = time.monotonic() - began_s
-            batches = pack(rows, s.pack.row_tokens, s.pack.rows_per_batch)  # 5
+            batches = job.pack(rows)  # 5
             heat = (s.agent if phase.mode == "agent" else s.speculator).temperature
             stage.state, update_numbers = update(  # 6
                 stage.state, batches, phase=phase.mode, temperature=heat

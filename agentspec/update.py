@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from agentspec.losses.aggregate import count
 from agentspec.losses.policy import policy_loss, truncated_weights
 from agentspec.losses.sft import sft_loss, token_logps
+from agentspec.mesh import batch_sharding, param_shardings
 from agentspec.metrics import merge
 from agentspec.optim import Optimizer
 from agentspec.settings import LossSettings
@@ -47,14 +49,14 @@ class Update:
         importance_cap: float,
         max_tokens: int | None,
         reference: Any,
-        sharding: Any,
+        mesh: Mesh | None,
     ) -> None:
         """See `make_update`."""
         self.model, self.optimizer, self.loss, self.kind = model, optimizer, loss, kind
         self.temperature, self.importance_cap = temperature, importance_cap
-        self.max_tokens, self._sharding = max_tokens, sharding
+        self.max_tokens, self.mesh = max_tokens, mesh
         self._reference = None if reference is None else jax.tree.map(jnp.copy, reference)
-        self._grads = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
+        self._grads = jax.jit(self._value_and_grad)
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._norm = jax.jit(optax.tree.norm)
         self._apply = jax.jit(optimizer.step, donate_argnums=0)
@@ -130,9 +132,19 @@ class Update:
         return state, numbers
 
     def _put(self, array: Any) -> Any:
-        if self._sharding is None:
+        """The array; on a mesh cut by rows, of which every process gives its own."""
+        if self.mesh is None:
             return array
-        return jax.make_array_from_process_local_data(self._sharding, array)
+        rows = array.shape[0] * jax.process_count()
+        return jax.make_array_from_process_local_data(batch_sharding(self.mesh, rows), array)
+
+    def _value_and_grad(self, params: Any, *rest: Any) -> Any:
+        value, grads = jax.value_and_grad(self._loss, has_aux=True)(params, *rest)
+        if self.mesh is not None:  # laid out like the parameters: a sum over devices, scattered
+            axes, shapes = self.model.logical_axes, self.model.shapes
+            where = param_shardings(axes, shapes, self.mesh)
+            grads = jax.lax.with_sharding_constraint(grads, where)
+        return value, grads
 
     def _loss(
         self, params: Any, reference: Any, batch: dict[str, Any], denominator: Any, temperature: Any
@@ -187,6 +199,7 @@ class Update:
             segment_ids_BT=batch["segment_ids_BT"],
             branch_ids_BT=batch["branch_ids_BT"],
             cuts_BT=batch["cuts_BT"],
+            branches_BNJ=batch.get("branches_BNJ"),
         )
         return token_logps(
             lambda hidden: self.model.unembed(params, hidden),
@@ -208,7 +221,7 @@ def make_update(
     importance_cap: float = 0.0,
     max_tokens: int | None = None,
     reference_params: Any = None,
-    batch_sharding: jax.sharding.Sharding | None = None,
+    mesh: Mesh | None = None,
 ) -> Update:
     """The update of one model, optimizer and loss.
 
@@ -217,9 +230,9 @@ def make_update(
     batch, so the ratio is 1); ``sampler`` is what the batch carries. ``importance_cap`` above 0
     weighs each token by min(trainer / sampler, cap), detached. ``temperature`` is the sampling
     temperature; 0 stands for log-probs at 1. ``max_tokens`` serves ``constant_length``.
-    ``reference_params`` (copied) serve the KL term. ``batch_sharding`` lays [B, T] arrays out over
-    a mesh; None leaves them to jit. ``model`` has ``hidden`` and ``unembed``
-    (`model.transformer.LanguageModel`). Raises ValueError, naming the key, for settings that do not
+    ``reference_params`` (copied) serve the KL term. ``mesh``: weights lie on it as `mesh` says,
+    rows of a batch are cut over it, gradients lie like the weights. ``model`` is a
+    `model.transformer.LanguageModel` (``hidden``, ``unembed``; on that mesh). Raises ValueError, naming the key, for settings that do not
     go together.
     """
     if kind not in ("policy", "sft"):
@@ -241,5 +254,5 @@ def make_update(
         importance_cap if policy else 0.0,
         max_tokens,
         reference_params if policy and loss.kl else None,
-        batch_sharding,
+        mesh,
     )

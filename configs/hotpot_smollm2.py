@@ -42,7 +42,7 @@ def get_config():
     config = common.base()
     config.name = "hotpot_smollm2"
     config.stages = ("base", "sft", "joint")
-    config.model.update(dict(path=smollm2_gguf(), remat=False))
+    config.model.update(dict(path=smollm2_gguf()))
     config.chat.update(
         dict(
             style="smollm2",

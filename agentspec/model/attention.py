@@ -12,59 +12,97 @@ rows, so that keys and values are never repeated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 # Queries are taken in tiles: a tile needs no key that comes after it in the row, which saves nearly
-# half of the scores, and its scores stay in the CPU's cache.
+# half of the scores, and its scores stay in the CPU's cache. Tiles grow so that there are at most
+# MOST_TILES; beyond KEPT_TOKENS the backward pass computes a tile's scores again instead of keeping
+# them; beyond UNROLLED_TOKENS tiles are a loop, so that neither scores nor masks of the whole row
+# ever exist.
 TILE_TOKENS = 128
+MOST_TILES = 16
+KEPT_TOKENS = 2048
+UNROLLED_TOKENS = 8192
 _HIDDEN = -1e30
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Layout(NamedTuple):
     """Where each token of a [B, T] batch stands; None means one causal sequence a row.
 
     ``cuts_BT``: a branch token sees trunk positions below its cut. Segment 0 is padding.
+    ``branches_BNJ``: the row indices of each branch's tokens, -1 where there is none; layers that
+    carry a state from token to token need it, attention does not.
     """
 
     positions_BT: jax.Array
     segment_ids_BT: jax.Array | None = None
     branch_ids_BT: jax.Array | None = None
     cuts_BT: jax.Array | None = None
+    branches_BNJ: jax.Array | None = None
+
+
+def attender(layout: Layout, how: str, mesh: Mesh | None) -> Attend:
+    """Returns attention over ``layout``: (q [B, H, T, E], k, v [B, K, T, E]) to [B, H, T, E].
+
+    ``how`` is ``xla`` or ``splash`` (TPU's Pallas kernel); the numbers are the same. Softmax is in
+    float32. One attender serves all layers.
+    """
+    if how == "splash":
+        from agentspec.model import splash  # loads Pallas
+
+        if mesh is None:
+            return lambda q, k, v: splash.splash_attend(q, k, v, layout)
+        return lambda q, k, v: splash.splash_attend_sharded(q, k, v, layout, mesh)
+    if layout.positions_BT.shape[1] > UNROLLED_TOKENS:
+        return lambda q, k, v: _attend_loop(q, k, v, layout)
+    seen_tiles = visible_tiles(layout)
+    return lambda q, k, v: attend_full(q, k, v, seen_tiles)
 
 
 def tiles(n_tokens: int) -> list[slice]:
     """Returns the query tiles of a row of ``n_tokens``; keys of a tile are 0..tile.stop."""
-    return [
-        slice(start, min(start + TILE_TOKENS, n_tokens))
-        for start in range(0, n_tokens, TILE_TOKENS)
-    ]
+    size = TILE_TOKENS * -(-n_tokens // (TILE_TOKENS * MOST_TILES))
+    return [slice(start, min(start + size, n_tokens)) for start in range(0, n_tokens, size)]
 
 
 def visible_tiles(layout: Layout) -> list[jax.Array]:
     """Returns per query tile a bool array [B, tile, keys up to the tile's end]: True is seen."""
     n_tokens = layout.positions_BT.shape[1]
-    return [_visible_BTS(layout, tile) for tile in tiles(n_tokens)]
+    whole = (*layout[:4], jnp.broadcast_to(jnp.arange(n_tokens), layout.positions_BT.shape))
+
+    def part(tile: slice) -> list[jax.Array | None]:
+        return [None if array is None else array[:, tile] for array in whole]
+
+    return [_visible_BTS(part(tile), part(slice(tile.stop))) for tile in tiles(n_tokens)]
 
 
-def _visible_BTS(layout: Layout, tile: slice) -> jax.Array:
-    positions, segments, branches, cuts = layout
-    q_index, k_index = jnp.arange(tile.start, tile.stop), jnp.arange(tile.stop)
-    q, k = (slice(None), tile), (slice(None), slice(tile.stop))
-    in_order = k_index[None, None, :] <= q_index[None, :, None]
-    causal = positions[k][:, None, :] <= positions[q][:, :, None]
-    if branches is None:
-        seen = in_order & causal
-    else:
-        same = branches[k][:, None, :] == branches[q][:, :, None]
-        trunk = branches[k][:, None, :] == 0
-        if cuts is not None:
-            trunk &= positions[k][:, None, :] < cuts[q][:, :, None]
-        seen = in_order & ((same & causal) | (trunk & ~same))
-    if segments is not None:
-        seen &= segments[k][:, None, :] == segments[q][:, :, None]
+def _visible_BTS(query: list[jax.Array | None], key: list[jax.Array | None]) -> jax.Array:
+    """Returns bool [B, T, S]; both sides give positions, segments, branches, cuts, row indices."""
+
+    def pair(i: int) -> tuple[jax.Array, jax.Array]:
+        q_BT, k_BS = query[i], key[i]
+        assert q_BT is not None and k_BS is not None
+        return q_BT[:, :, None], k_BS[:, None, :]
+
+    (q_position, k_position), (q_index, k_index) = pair(0), pair(4)
+    seen = (k_index <= q_index) & (k_position <= q_position)
+    if query[2] is not None:
+        q_branch, k_branch = pair(2)
+        trunk = k_branch == 0
+        if query[3] is not None:
+            trunk &= k_position < pair(3)[0]
+        same = q_branch == k_branch
+        seen = (seen & same) | ((k_index <= q_index) & trunk & ~same)
+    if query[1] is not None:
+        q_segment, k_segment = pair(1)
+        seen &= q_segment == k_segment
     return seen
 
 
@@ -73,11 +111,36 @@ def attend_full(
 ) -> jax.Array:
     """Returns [B, H, T, E]: attention of every token within its own row; softmax in float32."""
     n_tokens = q_BHTE.shape[2]
+    one = attend if n_tokens <= KEPT_TOKENS else jax.checkpoint(attend)
     outs = [
-        attend(q_BHTE[:, :, tile], k_BKTE[:, :, : tile.stop], v_BKTE[:, :, : tile.stop], seen)
+        one(q_BHTE[:, :, tile], k_BKTE[:, :, : tile.stop], v_BKTE[:, :, : tile.stop], seen)
         for tile, seen in zip(tiles(n_tokens), seen_tiles, strict=True)
     ]
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
+
+
+def _attend_loop(
+    q_BHTE: jax.Array, k_BKTE: jax.Array, v_BKTE: jax.Array, layout: Layout
+) -> jax.Array:
+    """The same for long rows: a loop over tiles, each against all keys of the row."""
+    B, H, T, E = q_BHTE.shape
+    index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    keys = [*layout[:4], index_BT]
+    n, extra = -(-T // TILE_TOKENS), -T % TILE_TOKENS
+
+    def cut(array: jax.Array | None, axis: int) -> jax.Array | None:  # tiles first
+        if array is None:
+            return None
+        pad = [(0, extra if i == axis else 0) for i in range(array.ndim)]
+        shape = (*array.shape[:axis], n, TILE_TOKENS, *array.shape[axis + 1 :])
+        return jnp.moveaxis(jnp.pad(array, pad, mode="edge").reshape(shape), axis, 0)
+
+    @jax.checkpoint
+    def one(tile: tuple[jax.Array, list[jax.Array | None]]) -> jax.Array:
+        return attend(tile[0], k_BKTE, v_BKTE, _visible_BTS(tile[1], keys))
+
+    outs = jax.lax.map(one, (cut(q_BHTE, 2), [cut(array, 1) for array in keys]))
+    return jnp.moveaxis(outs, 0, 2).reshape(B, H, n * TILE_TOKENS, E)[:, :, :T]
 
 
 def attend(

@@ -1,36 +1,62 @@
-"""The static key/value cache of decoding: per layer two arrays [R, K, S, E], heads first.
+"""The caches of decoding: one for each layer, rows first; see ``deltanet`` for the linear layers'.
 
-Each layer has arrays of its own and a step writes by scatter, so that inside ``lax.while_loop`` XLA
-updates them in place instead of copying the whole cache. Slot s of a row holds position s.
+Full attention has a static cache: two arrays [R, K, S, E], heads first. Each layer has arrays of
+its own and a step writes by scatter, so that inside ``lax.while_loop`` XLA updates them in place
+instead of copying the whole cache. Slot s of a row holds position s, so taking back tokens needs
+nothing but a smaller position. A linear layer's cache is a state after the last token: it cannot be
+taken back, only copied while it is there.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from agentspec.mesh import LOGICAL_AXES
 from agentspec.model.config import ModelConfig
+from agentspec.model.deltanet import DeltaCache, init_delta_cache
 
 
 class LayerCache(NamedTuple):
-    """Keys (already turned by position) and values of one layer."""
+    """Keys (already turned by position) and values of one full attention layer."""
 
     k_RKSE: jax.Array
     v_RKSE: jax.Array
 
 
-Cache = tuple[LayerCache, ...]
+Cache = tuple[LayerCache | DeltaCache, ...]
 
 
 def init_cache(config: ModelConfig, rows: int, length: int) -> Cache:
-    """Returns zeros for ``rows`` sequences of up to ``length`` tokens, in the model's dtype."""
+    """Returns zeros for ``rows`` sequences of up to ``length`` tokens, in the compute dtype."""
     shape = (rows, config.n_kv_heads, length, config.head_dim)
     dtype = jnp.dtype(config.dtype)
-    return tuple(
-        LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.n_layers)
-    )
+
+    def one(kind: str) -> LayerCache | DeltaCache:
+        if kind == "linear":
+            return init_delta_cache(config, rows)
+        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    return tuple(one(kind) for kind in config.kinds)
+
+
+def cache_specs(config: ModelConfig) -> Cache:
+    """Returns how each array of the cache is cut over a mesh: by heads, over ``tensor``."""
+    by_heads, whole = PartitionSpec(None, LOGICAL_AXES["kv_heads"]), PartitionSpec()
+
+    def one(kind: str) -> Any:
+        return DeltaCache(whole, by_heads) if kind == "linear" else LayerCache(by_heads, by_heads)
+
+    return tuple(one(kind) for kind in config.kinds)
+
+
+def cache_length(cache: Cache) -> int:
+    """Returns how many tokens a row can hold; 0 where no layer keeps single tokens."""
+    lengths = [layer.k_RKSE.shape[2] for layer in cache if isinstance(layer, LayerCache)]
+    return lengths[0] if lengths else 0
 
 
 def slots(start_R: jax.Array, valid_R: jax.Array, n_tokens: int, length: int) -> jax.Array:

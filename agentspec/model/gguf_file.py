@@ -1,13 +1,16 @@
 """Reads a Llama-architecture GGUF file (quantised or not) under Hugging Face's names.
 
-In: a ``.gguf`` path. Out: ``ModelConfig`` and float32 arrays named and ordered as in the Hugging
-Face model. llama.cpp stores the rows of q and k for rotary pairs (2i, 2i+1); ours, as Hugging
-Face's, are (i, i + E/2), so these rows are put back: a model read without that is exact at position
-0 and wrong everywhere else.
+In: a ``.gguf`` path. Out: ``ModelConfig`` and tensors, named and ordered as in the Hugging Face
+model and dequantised to float32 one by one. llama.cpp stores the rows of q and k for rotary pairs
+(2i, 2i+1); ours, as Hugging Face's, are (i, i + E/2), so these rows are put back: a model read
+without that is exact at position 0 and wrong everywhere else.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +44,63 @@ def half_split_rows(weight: np.ndarray, n_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
-def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
-    """Returns config and float32 tensors of a Llama GGUF, under Hugging Face names.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quantised:
+    """A tensor in a GGUF file, dequantised when it is read. ``n_heads`` are q's or k's, else 0."""
+
+    tensor: gguf.ReaderTensor
+    n_heads: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; a GGUF file names the dimensions from last to first."""
+        return tuple(int(size) for size in reversed(self.tensor.shape))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What it is dequantised to: float32."""
+        return np.dtype(np.float32)
+
+    def read(self, cut: Sequence[slice] = (), dtype: Any = None) -> np.ndarray:
+        """Returns the part ``cut`` of it, rows in our order, cast to ``dtype``."""
+        return _values(self)[tuple(cut)].astype(dtype or self.dtype, copy=False)
+
+
+@functools.lru_cache(maxsize=1)  # a tensor cut over devices is read once for each of them
+def _values(stored: Quantised) -> np.ndarray:
+    array = gguf.dequantize(stored.tensor.data, stored.tensor.tensor_type)
+    return half_split_rows(array, stored.n_heads) if stored.n_heads else array
+
+
+def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, Quantised]]:
+    """Returns config and tensors of a Llama GGUF, under Hugging Face names.
 
     Raises:
         ValueError: for another architecture, a truncated file, missing metadata or rope scaling.
     """
-    try:
-        reader = gguf.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise ValueError(f"{path} is truncated or not a GGUF file: {error}") from error
+    reader, fields = _open(path)
     names = {tensor.name for tensor in reader.tensors}
     config = _config(fields, names, path)
+    heads = {"attn_q.weight": config.n_heads, "attn_k.weight": config.n_kv_heads}
     tensors = {}
     for tensor in reader.tensors:
-        array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        if tensor.name.endswith("attn_q.weight"):
-            array = half_split_rows(array, config.n_heads)
-        elif tensor.name.endswith("attn_k.weight"):
-            array = half_split_rows(array, config.n_kv_heads)
-        tensors[_hf_name(tensor.name)] = array
+        n_heads = heads.get(tensor.name.split(".", 2)[-1], 0)
+        tensors[_hf_name(tensor.name)] = Quantised(tensor, n_heads)
     return config, tensors
+
+
+def read_chat_template(path: Path) -> str | None:
+    """Returns the chat template in the file, a Jinja text; None where it has none."""
+    template = _open(path)[1].get("tokenizer.chat_template")
+    return None if template is None else str(template)
+
+
+def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
+    try:
+        reader = gguf.GGUFReader(path)
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ValueError(f"{path} is truncated or not a GGUF file: {error}") from error
 
 
 def _hf_name(name: str) -> str:
@@ -112,7 +150,7 @@ def _config(fields: dict[str, Any], names: set[str], path: Path) -> ModelConfig:
         rope_theta=float(theta),
         norm_eps=float(eps),
         tie_embeddings="output.weight" not in names,
-        qk_norm=False,
+        family="llama",
         max_positions=int(context),
         bos_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_ids=() if eos is None else (int(eos),),

@@ -1,46 +1,50 @@
 """Weights from and to files: Hugging Face safetensors or a Llama GGUF in, Hugging Face out.
 
 In: a folder with ``config.json`` and ``*.safetensors`` (single or sharded with an index), or a
-``.gguf`` file. Out: ``Loaded``, the config with a plain dict of (possibly sharded) arrays. What is
-missing, left over or misshapen is one error that lists it; nothing is filled in silently.
+``.gguf`` file. Out: ``Loaded``, the config with a plain dict of (possibly sharded) arrays. Both
+ways go tensor by tensor between files and devices, so that a host needs memory for one tensor, not
+for the model; of each it reads only what its own devices hold. What is missing, left over or
+misshapen is one error that lists it; nothing is filled in silently.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from agentspec.mesh import param_shardings
 from agentspec.model.config import DTYPES, ModelConfig
+from agentspec.model.hf_config import config_from_hf, config_to_hf
+from agentspec.model.hf_names import (
+    EMBEDDING,
+    HEAD,
+    Piece,
+    Tensor,
+    hf_tensors,
+    leaf_names,
+    text_part,
+)
+from agentspec.model.placing import place
+from agentspec.model.safetensors_files import (
+    MAX_SHARD_BYTES,
+    Outgoing,
+    Readable,
+    Stored,
+    read_folder,
+    read_json,
+    write_folder,
+)
 from agentspec.model.transformer import LanguageModel, Params
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5 * 10**9
-
-_NAMES = {  # ours within a layer -> Hugging Face's
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.q": "self_attn.q_proj.weight",
-    "attention.k": "self_attn.k_proj.weight",
-    "attention.v": "self_attn.v_proj.weight",
-    "attention.o": "self_attn.o_proj.weight",
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    "mlp.gate": "mlp.gate_proj.weight",
-    "mlp.up": "mlp.up_proj.weight",
-    "mlp.down": "mlp.down_proj.weight",
-}
+# how a model is computed: the caller's choice, where all else is the file's
+CHOICES = ("param_dtype", "remat", "scan", "attention", "chunk")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,11 +72,15 @@ def make_loaded(model: LanguageModel, params: Params) -> Loaded:
     return Loaded(model.config, params, model, jax.jit(model.apply))
 
 
-def load_model(path: str | Path, mesh: Mesh | None = None, dtype: str | None = None) -> Loaded:
+def load_model(
+    path: str | Path, mesh: Mesh | None = None, dtype: str | None = None, **choices: Any
+) -> Loaded:
     """Returns the model at ``path``: a Hugging Face folder or a ``.gguf`` file.
 
-    ``dtype`` None keeps the file's (float16 widens to float32; a GGUF is dequantised to float32).
-    With a ``mesh`` each parameter is put on it as its logical axes say.
+    ``dtype`` None keeps the one that most of the file's bytes have (float16 widens to float32; a
+    GGUF is dequantised to float32). With a ``mesh`` each parameter is put on it as its logical axes
+    say. ``choices`` are fields of the config named in ``CHOICES``. Of a multimodal folder only the
+    text model is read, with a warning that says what was left out.
 
     Raises:
         FileNotFoundError: where there is nothing to read.
@@ -82,29 +90,33 @@ def load_model(path: str | Path, mesh: Mesh | None = None, dtype: str | None = N
     path = Path(path)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}, allowed: {', '.join(DTYPES)}")
-    if path.is_dir():
-        config, tensors = _read_hf(path)
-    elif not path.exists():
-        raise FileNotFoundError(f"no model at {path}")
-    elif path.suffix == ".gguf":
-        try:  # the package gguf is an extra, needed for these files only
-            from agentspec.model.gguf_file import read_gguf
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"{path}: reading it needs the package gguf") from error
-        config, tensors = read_gguf(path)
-    else:
-        raise ValueError(f"{path}: expected a Hugging Face folder or a .gguf file")
-    _resolve_tied(config, tensors, path)
-    config = dataclasses.replace(config, dtype=dtype or _common_dtype(tensors))
-    model = LanguageModel(config)
-    return make_loaded(model, _to_params(model, tensors, mesh, path))
+    if unknown := sorted(choices.keys() - set(CHOICES)):
+        raise ValueError(f"load_model cannot set {unknown}, allowed: {', '.join(CHOICES)}")
+    config, stored = _open(path)
+    stored = _without_tied_head(config, stored, path)
+    config = dataclasses.replace(config, dtype=dtype or _main_dtype(stored), **choices)
+    model = LanguageModel(config, mesh)
+    tensors = hf_tensors(
+        config, {name: like.shape for name, like in leaf_names(model.shapes).items()}
+    )
+    _check(tensors, stored, path)
+    return make_loaded(model, place(model, tensors, stored, mesh))
+
+
+def read_hf(folder: Path) -> tuple[ModelConfig, dict[str, Stored], dict[str, Stored]]:
+    """Returns a folder's config, its text model's tensors by plain name, and its other tensors."""
+    config_file = folder / "config.json"
+    if not config_file.exists():
+        raise FileNotFoundError(f"no {config_file}")
+    config = config_from_hf(read_json(config_file), str(config_file))
+    return (config, *text_part(config, read_folder(folder)))
 
 
 def save_hf(loaded: Loaded, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Writes ``config.json`` and safetensors (with an index where there is more than one file).
 
-    Tensors keep the parameters' dtype and bits. The index is built from the keys found in the
-    written files. ``path`` must hold no safetensors yet: a left-over shard would be read as ours.
+    Tensors keep the parameters' dtype and bits. ``path`` must hold no safetensors yet: a left-over
+    shard would be read as ours. All shards of the parameters must be on this host's devices.
 
     Raises:
         FileExistsError: where ``path`` has safetensors files already.
@@ -114,149 +126,100 @@ def save_hf(loaded: Loaded, path: str | Path, max_shard_bytes: int = MAX_SHARD_B
     old = sorted(file.name for file in path.glob("*.safetensors*"))
     if old:
         raise FileExistsError(f"{path} already holds {', '.join(old)}")
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, leaf in _hf_leaves(loaded.model, loaded.params):
-        array = np.asarray(jax.device_get(leaf))
-        used = sum(other.nbytes for other in shards[-1].values())
-        if shards[-1] and used + array.nbytes > max_shard_bytes:
-            shards.append({})
-        shards[-1][name] = np.ascontiguousarray(array.reshape(_flat_shape(name, array.shape)))
-    files = ["model.safetensors"]
-    if len(shards) > 1:
-        files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for file, tensors in zip(files, shards, strict=True):
-        save_file(tensors, path / file, metadata={"format": "pt"})
-    if len(files) > 1:
-        _write_index(path, files)
-    text = json.dumps(loaded.config.to_hf(), indent=2)
+    leaves = leaf_names(loaded.params)
+
+    def read(piece: Piece) -> np.ndarray:
+        leaf = leaves[piece.leaf]
+        return np.asarray(leaf if piece.entry is None else _entry(leaf, np.int32(piece.entry)))
+
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    tensors = hf_tensors(loaded.config, shapes)
+    dtypes = {name: np.dtype(leaf.dtype) for name, leaf in leaves.items()}
+    write_folder(path, [outgoing(tensor, dtypes, read) for tensor in tensors], max_shard_bytes)
+    text = json.dumps(config_to_hf(loaded.config), indent=2)
     (path / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _write_index(path: Path, files: list[str]) -> None:
-    weight_map, total_bytes = {}, 0
-    for file in files:
-        for name, array in _read_safetensors(path / file).items():
-            weight_map[name] = file
-            total_bytes += array.nbytes
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def outgoing(
+    tensor: Tensor, dtypes: Mapping[str, np.dtype], read: Callable[[Piece], np.ndarray]
+) -> Outgoing:
+    """Returns ``tensor`` to be written, in the dtype of its leaves; ``read`` gives its pieces."""
+    dtype = dtypes[tensor.pieces[0].leaf]
+
+    def blocks() -> Iterator[np.ndarray]:
+        for piece in tensor.pieces:
+            yield read(piece).astype(dtype, copy=False)
+
+    return Outgoing(tensor.name, dtype, tensor.shape, blocks)
 
 
-def _hf_leaves(model: LanguageModel, tree: Params) -> Iterator[tuple[str, Any]]:
-    """Yields (Hugging Face name, leaf) of a tree of the parameters' form, in a fixed order."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield _hf_name(".".join(key.key for key in path)), leaf
+@jax.jit
+def _entry(stack: jax.Array, entry: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, entry, keepdims=False)
 
 
-def _hf_name(ours: str) -> str:
-    top = {"embedding": EMBEDDING, "norm.weight": "model.norm.weight", "head": HEAD}
-    if ours in top:
-        return top[ours]
-    _, layer, rest = ours.split(".", 2)
-    return f"model.layers.{layer}.{_NAMES[rest]}"
+def _open(path: Path) -> tuple[ModelConfig, Mapping[str, Readable]]:
+    if path.is_dir():
+        config, stored, rest = read_hf(path)
+        if rest:
+            kinds = sorted({name.removeprefix("model.").split(".")[0] for name in rest})
+            warnings.warn(
+                f"{path}: left out {len(rest)} tensors that are not of the text model "
+                f"({', '.join(kinds)}), {sum(one.nbytes for one in rest.values()):,} bytes",
+                stacklevel=3,
+            )
+        return config, stored
+    if not path.exists():
+        raise FileNotFoundError(f"no model at {path}")
+    if path.suffix == ".gguf":
+        try:  # the package gguf is an extra, needed for these files only
+            from agentspec.model.gguf_file import read_gguf
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"{path}: reading it needs the package gguf") from error
+        return read_gguf(path)
+    raise ValueError(f"{path}: expected a Hugging Face folder or a .gguf file")
 
 
-def _flat_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the Hugging Face shape: heads and head size are one dimension there."""
-    if len(shape) < 3:
-        return shape
-    if name.endswith("o_proj.weight"):
-        return (shape[0], shape[1] * shape[2])
-    return (shape[0] * shape[1], shape[2])
-
-
-def _to_params(
-    model: LanguageModel, tensors: dict[str, np.ndarray], mesh: Mesh | None, path: Path
-) -> Params:
-    wanted = dict(_hf_leaves(model, model.shapes))
-    problems = []
-    missing = sorted(wanted.keys() - tensors.keys())
-    unexpected = sorted(tensors.keys() - wanted.keys())
-    if missing:
-        problems.append(f"missing: {', '.join(missing)}")
-    if unexpected:
-        problems.append(f"unexpected: {', '.join(unexpected)}")
-    for name in sorted(wanted.keys() & tensors.keys()):
-        shape = _flat_shape(name, wanted[name].shape)
-        if tensors[name].shape != shape:
-            problems.append(f"{name} has shape {tensors[name].shape}, config says {shape}")
-    if problems:
-        raise ValueError(f"{path}: " + "; ".join(problems))
-    shardings = None if mesh is None else param_shardings(model.logical_axes, model.shapes, mesh)
-    placed = None if shardings is None else dict(_hf_leaves(model, shardings))
-
-    def put(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        array = tensors[name].astype(like.dtype, copy=False).reshape(like.shape)
-        if placed is None:
-            return jnp.array(array)  # a copy: the file's memory map is not kept
-        return jax.make_array_from_callback(like.shape, placed[name], lambda cut: array[cut])
-
-    leaves = [put(name, like) for name, like in _hf_leaves(model, model.shapes)]
-    return jax.tree.unflatten(jax.tree.structure(model.shapes), leaves)
-
-
-def _resolve_tied(config: ModelConfig, tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Drops a redundant head of a tied model; an unequal or absent one is an error."""
-    if config.tie_embeddings and HEAD in tensors:
-        if EMBEDDING in tensors and not np.array_equal(tensors[HEAD], tensors[EMBEDDING]):
+def _without_tied_head(
+    config: ModelConfig, stored: Mapping[str, Readable], path: Path
+) -> Mapping[str, Readable]:
+    """Leaves out a redundant head of a tied model; an unequal or absent one is an error."""
+    if config.tie_embeddings and HEAD in stored:
+        if EMBEDDING in stored and not _equal(stored[HEAD], stored[EMBEDDING]):
             raise ValueError(
                 f"{path}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}"
             )
-        del tensors[HEAD]
-    elif not config.tie_embeddings and HEAD not in tensors:
+    elif not config.tie_embeddings and HEAD not in stored:
         raise ValueError(f"{path}: tie_word_embeddings is false and {HEAD} is missing")
+    return {n: t for n, t in stored.items() if n != HEAD or not config.tie_embeddings}
 
 
-def _common_dtype(tensors: dict[str, np.ndarray]) -> str:
-    kinds = {str(array.dtype) for array in tensors.values()}
-    return "bfloat16" if kinds == {"bfloat16"} else "float32"  # float32 holds the others exactly
+def _equal(one: Readable, other: Readable, rows: int = 4096) -> bool:
+    """Whether two matrices hold the same values; compared some rows at a time."""
+    if one.shape != other.shape:
+        return False
+    cuts = [[slice(row, row + rows)] for row in range(0, one.shape[0], rows)]
+    return all(np.array_equal(one.read(cut), other.read(cut)) for cut in cuts)
 
 
-def _read_hf(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
-    config_file = folder / "config.json"
-    if not config_file.exists():
-        raise FileNotFoundError(f"no {config_file}")
-    config = ModelConfig.from_hf(_read_json(config_file), str(config_file))
-    if (folder / INDEX).exists():
-        weight_map = _read_json(folder / INDEX).get("weight_map", {})
-        files = sorted(set(weight_map.values()))
-        absent = [file for file in files if not (folder / file).exists()]
-        if absent:
-            raise FileNotFoundError(f"{folder / INDEX} names absent files: {', '.join(absent)}")
-    else:
-        weight_map, files = None, ["model.safetensors"]
-        if not (folder / files[0]).exists():
-            raise FileNotFoundError(f"{folder} has neither model.safetensors nor {INDEX}")
-    tensors: dict[str, np.ndarray] = {}
-    for file in files:
-        tensors |= _read_safetensors(folder / file)
-    lost = sorted((weight_map or {}).keys() - tensors.keys())
-    if lost:
-        raise ValueError(f"{folder / INDEX} lists tensors that no file holds: {', '.join(lost)}")
-    return config, tensors
+def _main_dtype(stored: Mapping[str, Readable]) -> str:
+    """bfloat16 where most bytes are (Qwen3.5 has some vectors in float32), or else float32."""
+    n_bytes = {True: 0, False: 0}
+    for tensor in stored.values():
+        size = int(np.prod(tensor.shape)) * tensor.dtype.itemsize
+        n_bytes[tensor.dtype.name == "bfloat16"] += size
+    return "bfloat16" if n_bytes[True] > n_bytes[False] else "float32"
 
 
-def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
-    try:
-        with safe_open(file, framework="np") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-    odd = sorted(
-        f"{name} ({array.dtype})"
-        for name, array in tensors.items()
-        if str(array.dtype) not in ("float32", "bfloat16", "float16")
-    )
-    if odd:
-        raise ValueError(f"{file}: only float32, bfloat16 and float16 are read, got {odd}")
-    return tensors
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a JSON object, got {type(content).__name__}")
-    return content
+def _check(tensors: list[Tensor], stored: Mapping[str, Readable], path: Path) -> None:
+    wanted = {tensor.name: tensor.shape for tensor in tensors}
+    problems = []
+    if missing := sorted(wanted.keys() - stored.keys()):
+        problems.append(f"missing: {', '.join(missing)}")
+    if unexpected := sorted(stored.keys() - wanted.keys()):
+        problems.append(f"unexpected: {', '.join(unexpected)}")
+    for name in sorted(wanted.keys() & stored.keys()):
+        if stored[name].shape != wanted[name]:
+            problems.append(f"{name} has shape {stored[name].shape}, config says {wanted[name]}")
+    if problems:
+        raise ValueError(f"{path}: " + "; ".join(problems))

@@ -21,9 +21,9 @@ NO_CUT = 2**30  # the cut of a trunk token: it sees every trunk token before it
 
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch; every array is [B, T], int32 but for the float32 old_logp and advantage.
+    """One micro-batch; arrays are [B, T], int32 but for the float32 old_logp and advantage.
 
-    The last four are aligned to the *predicting* position: entry t is about the token that follows
+    ``targets_BT`` to ``advantage_BT`` are aligned to the *predicting* position: entry t is about the token that follows
     t in its own trunk or branch (``targets_BT[b, t]``); mask 0 where there is none.
     """
 
@@ -36,6 +36,7 @@ class PackedBatch:
     mask_BT: NDArray[np.int32]
     old_logp_BT: NDArray[np.float32]  # nats, the sampler's
     advantage_BT: NDArray[np.float32]
+    branches_BNJ: NDArray[np.int32] | None = None  # row indices of each branch's tokens, or -1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,7 +55,8 @@ class PackedBatch:
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """The arrays by field name, without copies."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: array for name, array in named.items() if array is not None}
 
 
 def kept_tokens(row: TreeRow) -> int:
@@ -90,11 +92,15 @@ def check_row(row: TreeRow, name: str = "row") -> None:
         raise ValueError(f"{name}: mask is 0 everywhere; leave such a row out before packing")
 
 
-def pack(rows: Sequence[TreeRow], row_tokens: int, rows_per_batch: int) -> list[PackedBatch]:
+def pack(
+    rows: Sequence[TreeRow], row_tokens: int, rows_per_batch: int, *, branch_table: bool = False
+) -> list[PackedBatch]:
     """First-fit packing into batches of shape [rows_per_batch, row_tokens], in the given order.
 
     Each tree goes to the first row with room for it; the last batch is filled with empty rows.
-    No rows give no batches. Raises ValueError for a tree longer than ``row_tokens``, with both
+    No rows give no batches. With ``branch_table`` the batches have ``branches_BNJ`` (models with
+    linear layers need it), of one shape for all: branches a row rounded up to a power of two,
+    tokens a branch to a multiple of 32, so that few shapes occur. Raises ValueError for a tree longer than ``row_tokens``, with both
     numbers, and for what `check_row` refuses.
     """
     if row_tokens < 1 or rows_per_batch < 1:
@@ -124,7 +130,31 @@ def pack(rows: Sequence[TreeRow], row_tokens: int, rows_per_batch: int) -> list[
             for segment, tree in enumerate(trees, start=1):
                 start = _write(batch, b, start, segment, tree)
         batches.append(batch)
-    return batches
+    return _with_branches(batches) if branch_table else batches
+
+
+def _with_branches(batches: list[PackedBatch]) -> list[PackedBatch]:
+    found = [
+        [
+            [np.flatnonzero(row == number) for number in np.unique(row[branches > 0])]
+            for row, branches in zip(batch.sequence_ids_BT, batch.branch_ids_BT, strict=True)
+        ]
+        for batch in batches
+    ]
+    rows = [row for batch in found for row in batch]
+    most = max((len(row) for row in rows), default=0)
+    longest = max((len(branch) for row in rows for branch in row), default=0)
+    if not most:
+        return batches
+    shape = (1 << (most - 1).bit_length(), -(-longest // 32) * 32)
+    filled = []
+    for batch, batch_rows in zip(batches, found, strict=True):
+        table = np.full((batch.shape[0], *shape), -1, np.int32)
+        for b, row in enumerate(batch_rows):
+            for n, branch in enumerate(row):
+                table[b, n, : len(branch)] = branch
+        filled.append(dataclasses.replace(batch, branches_BNJ=table))
+    return filled
 
 
 def _empty(rows: int, tokens: int) -> PackedBatch:

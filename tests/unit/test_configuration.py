@@ -69,7 +69,7 @@ def test_every_kind_of_value_is_set_by_the_command_line():
     s = parsed(
         "--config.joint.steps=7",
         "--config.joint.lr=1",
-        "--config.model.remat",
+        "--config.model.scan",
         "--config.chat.style=smollm2",
         "--config.seed",
         "3",
@@ -77,7 +77,7 @@ def test_every_kind_of_value_is_set_by_the_command_line():
     )
     assert (s.joint.steps, s.seed, s.chat.style) == (7, 3, "smollm2")
     assert s.joint.lr == 1.0 and type(s.joint.lr) is float
-    assert s.model.remat is True and s.loss.drop_uniform_groups is False
+    assert s.model.scan is True and s.loss.drop_uniform_groups is False
 
 
 @pytest.mark.parametrize("text", ['("lookup",)', '["lookup"]', "lookup", "('lookup')"])
@@ -112,7 +112,7 @@ def test_b97_all_repeated_settings_are_tuples_and_b92_none_is_no_default():
         ("joint.lr=None", "config key joint.lr must be float, got 'None'"),
         ("joint.lr=nan", "config key joint.lr must be a finite number, got nan"),
         ("joint.lr=inf", "config key joint.lr must be a finite number, got inf"),
-        ("model.remat=maybe", "config key model.remat must be bool, got 'maybe'"),
+        ("model.scan=maybe", "config key model.scan must be bool, got 'maybe'"),
         ("model.path=None", "config key model.path is the text 'None'; leave it empty"),
         ("chat.style=hermess", "config key chat.style must be one of ('hermes', 'smollm2')"),
         ("joint.kind=RL", "config key joint.kind must be one of"),
@@ -177,7 +177,7 @@ def test_one_kind_of_block_is_a_schedule():
         ("config.model.path = None", "config key model.path must be str, got None"),
         ("config.model.path = 'None'", "config key model.path is the text 'None'"),
         ("config.joint = None", "config key joint is a section of keys, got None"),
-        ("config.chat = config.model", "config key chat.d_ff does not exist"),
+        ("config.chat = config.model", "config key chat.attention does not exist"),
         ("1 / 0", "FILE:6: ZeroDivisionError: division by zero"),
         ("raise ValueError('no variant')", "FILE:6: ValueError: no variant"),
         ("open('/no/such/data')", "FILE:6: FileNotFoundError"),
@@ -220,7 +220,7 @@ def test_b94_an_integral_number_for_a_float_is_taken(tmp_path: Path):
         ("joint.steps", True, "joint.steps must be int, got True"),
         ("joint.lr", True, "joint.lr must be float, got True"),
         ("joint.lr", None, "joint.lr must be float, got None"),
-        ("model.remat", 1, "model.remat must be bool, got 1"),
+        ("model.scan", 1, "model.scan must be bool, got 1"),
         ("world.names", ["lookup"], "world.names must be a tuple, got ['lookup']"),
         ("world.names", "lookup", "world.names must be a tuple, got 'lookup'"),
         ("evaluate.temperatures", (1.0, "0"), "evaluate.temperatures[1] must be float, got '0'"),

@@ -195,7 +195,7 @@ def test_branches_equal_separate_rows_in_logits_and_gradients(params, monkeypatc
 
 
 def test_remat_gives_the_same_loss_and_gradients(params):
-    again = LanguageModel(dataclasses.replace(CONFIG, remat=True))
+    again = LanguageModel(dataclasses.replace(CONFIG, remat="full"))
     ids = random_ids(2, 6)
 
     def loss(model, params):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from agentspec.losses.sft import logps_of
-from agentspec.mesh import batch_sharding, make_mesh
+from agentspec.mesh import make_mesh
 from agentspec.metrics import METRICS
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
@@ -286,7 +286,7 @@ def test_sharded_over_8_devices_like_on_one(model, start, updates):
     mesh = make_mesh(data=2, fsdp=4)
     whole = NamedSharding(mesh, PartitionSpec())
     update = make_update(
-        model, Optimizer(lr=0.01), LossSettings(), batch_sharding=batch_sharding(mesh, 8)
+        model, Optimizer(lr=0.01), LossSettings(), mesh=mesh
     )
     batches = pack(trees(12, 9), T, 8)
     state = Optimizer(lr=0.01).init(jax.device_put(start, whole))

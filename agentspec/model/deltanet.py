@@ -1,0 +1,278 @@
+"""Qwen3.5's linear attention layer, Gated DeltaNet: training on packed tree rows, and decoding.
+
+In: hidden states [B, T, D] and the layout of their rows (training), or [R, T, D] and a cache
+(decoding). Out: [B, T, D]. Queries, keys and values pass a short causal convolution each and then
+the gated delta rule (``delta_rule``); the result is normed and gated. Source: Yang et al. 2024,
+"Gated Delta Networks", section 3.4; parameters as in Hugging Face's Qwen3.5.
+
+A branch of a tree row starts from the trunk's state at its cut, and its convolution from the trunk
+tokens before the cut: the trunk is computed once, however many branches it has.
+
+Dimension letters: G key heads of size X, H value heads of size Y (written Hv in the configuration's
+comments), W kernel; N branches of J tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from agentspec.model.attention import Layout
+from agentspec.model.config import ModelConfig
+from agentspec.model.delta_rule import Tokens, chunked, states_at, step
+from agentspec.model.parameters import cast, param
+
+_NORM_EPS = 1e-6  # of queries and keys; fixed in Hugging Face's code too
+
+
+class DeltaCache(NamedTuple):
+    """One layer's memory of a row: the convolution's last inputs (q, k, v joined), the state."""
+
+    conv_RWC: jax.Array  # [R, W-1, 2GX + HY], compute dtype
+    state_RHXY: jax.Array  # float32
+
+
+Streams = tuple[jax.Array, jax.Array, jax.Array]  # q, k [B, T, G, X] and v [B, T, H, Y]
+
+
+def init_delta_cache(config: ModelConfig, rows: int) -> DeltaCache:
+    """Returns zeros for ``rows`` sequences; the size does not depend on their length."""
+    G, H, X, Y, W = _sizes(config)
+    conv = (rows, W - 1, 2 * G * X + H * Y)
+    return DeltaCache(
+        jnp.zeros(conv, jnp.dtype(config.dtype)), jnp.zeros((rows, H, X, Y), jnp.float32)
+    )
+
+
+class GatedNorm(nnx.Module):
+    """x / rms(x) * w * silu(gate). The weight is plain, also where the other norms' are offsets."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        """Makes the weight [Y], shared by the heads."""
+        self.weight = param(config, rngs, ("scale",), (_sizes(config)[3],), 0)
+        self.eps = config.norm_eps
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """Returns an array of the shape of x [..., Y], in the gate's dtype; computed in float32."""
+        x, wide_gate = x.astype(jnp.float32), gate.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        x = x * self.weight[...].astype(jnp.float32) * jax.nn.silu(wide_gate)
+        return x.astype(gate.dtype)
+
+
+class DeltaNet(nnx.Module):
+    """Gated DeltaNet: projections, causal convolution, gated delta rule, gated norm, projection."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        """Makes q, k [G, X, D], v, z [H, Y, D], b, a [H, D], the kernels, and out [D, H, Y]."""
+        D, (G, H, X, Y, W) = config.d_model, _sizes(config)
+        keys, values = ("delta_key_heads", "head_size"), ("delta_value_heads", "head_size")
+        self.q = param(config, rngs, (*keys, "width"), (G, X, D), D**-0.5)
+        self.k = param(config, rngs, (*keys, "width"), (G, X, D), D**-0.5)
+        self.v = param(config, rngs, (*values, "width"), (H, Y, D), D**-0.5)
+        self.z = param(config, rngs, (*values, "width"), (H, Y, D), D**-0.5)
+        self.b = param(config, rngs, (values[0], "width"), (H, D), D**-0.5)
+        self.a = param(config, rngs, (values[0], "width"), (H, D), D**-0.5)
+        self.conv_q = param(config, rngs, (*keys, "kernel"), (G, X, W), W**-0.5)
+        self.conv_k = param(config, rngs, (*keys, "kernel"), (G, X, W), W**-0.5)
+        self.conv_v = param(config, rngs, (*values, "kernel"), (H, Y, W), W**-0.5)
+        self.dt_bias = param(config, rngs, (values[0],), (H,), 0)
+        rate = jax.random.uniform(rngs.params(), (H,), minval=0.01, maxval=16.0)
+        self.A_log = nnx.Param(
+            jnp.log(rate).astype(jnp.dtype(config.stored_dtype)), axes=(values[0],)
+        )
+        self.norm = GatedNorm(config, rngs)
+        out_std = (H * Y * 2 * config.n_layers) ** -0.5
+        self.out = param(config, rngs, ("width", *values), (D, H, Y), out_std)
+        self.chunk = config.chunk
+
+    def __call__(self, x_BTD: jax.Array, layout: Layout) -> jax.Array:
+        """Returns [B, T, D] of a full forward pass over packed rows.
+
+        Raises:
+            ValueError: for branches without ``layout.branches_BNJ``, which says where they lie.
+        """
+        segments, branches = layout.segment_ids_BT, layout.branch_ids_BT
+        if branches is not None and layout.branches_BNJ is None:
+            raise ValueError(
+                "linear attention got branch_ids_BT without branches_BNJ (the row indices of each "
+                "branch's tokens, [B, N, J], -1 where there are none); give both or neither"
+            )
+        streams, (decay_BTH, beta_BTH) = self._streams(x_BTD), self._gates(x_BTD)
+        lead = self.conv_q.shape[-1] - 1
+        own_BTW = None if segments is None else _own_inputs(segments, lead)
+        padded = [jnp.pad(x, ((0, 0), (lead, 0), (0, 0), (0, 0))) for x in streams]
+        tokens = Tokens(*self._convolve(padded, own_BTW), decay_BTH, beta_BTH)
+        trunk = tokens if branches is None else tokens.only(branches == 0)
+        out_BTHY, _, trace = chunked(trunk, self.chunk, segments)
+
+        if branches is not None and layout.branches_BNJ.size:
+            index_BNJ = layout.branches_BNJ
+            starts_BN, cuts_BN = _cuts(layout)
+            before = cuts_BN[..., None] + jnp.arange(-lead, 0)
+            before = jnp.where(before >= starts_BN[..., None], before, -1)
+            with_lead = jnp.concatenate([before, index_BNJ], axis=-1)
+            convolved = self._convolve([_take(x, with_lead) for x in streams])
+            gates = _take(decay_BTH, index_BNJ), _take(beta_BTH, index_BNJ)
+            states = states_at(trace, starts_BN, cuts_BN)
+            branch_out, _, _ = chunked(
+                Tokens(*convolved, *gates), self.chunk, state_BHXY=_join(states)
+            )
+            out_BTHY = _put(out_BTHY, index_BNJ, branch_out)
+        return self._output(x_BTD, out_BTHY)
+
+    def cached(
+        self, x_RTD: jax.Array, cache: DeltaCache, start_R: jax.Array, valid_R: jax.Array
+    ) -> tuple[jax.Array, DeltaCache]:
+        """Returns ([R, T, D], cache) for T tokens a row, of which the first ``valid_r`` count.
+
+        ``valid_r`` 0 leaves the row's cache exactly as it was; ``start_r`` 0 begins the row anew,
+        whatever the cache holds. Results of tokens that do not count mean nothing.
+        """
+        T = x_RTD.shape[1]
+        new_R = (start_R == 0)[:, None, None]
+        conv_RWC = jnp.where(new_R, 0, cache.conv_RWC)
+        state = jnp.where(new_R[..., None], 0, cache.state_RHXY)
+        streams = self._streams(x_RTD)
+        joined = jnp.concatenate([conv_RWC, _flat(streams)], axis=1)
+        tokens = Tokens(*self._convolve(self._split(joined)), *self._gates(x_RTD))
+        tokens = tokens.only(jnp.arange(T) < valid_R[:, None])
+        if T == 1:
+            out_RTHY, state = step(state, tokens)
+        else:
+            out_RTHY, state, _ = chunked(tokens, self.chunk, state_BHXY=state)
+        last = valid_R[:, None] + jnp.arange(conv_RWC.shape[1])
+        conv_RWC = jnp.take_along_axis(joined, last[..., None], axis=1)
+        any_R = (valid_R > 0)[:, None, None]
+        cache = DeltaCache(
+            jnp.where(any_R, conv_RWC, cache.conv_RWC),
+            jnp.where(any_R[..., None], state, cache.state_RHXY),
+        )
+        return self._output(x_RTD, out_RTHY), cache
+
+    def _streams(self, x_BTD: jax.Array) -> Streams:
+        """Returns the convolution's inputs, in x's dtype."""
+        return _heads(x_BTD, self.q), _heads(x_BTD, self.k), _heads(x_BTD, self.v)
+
+    def _gates(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (decay, beta), both [B, T, H] float32: -exp(A_log) softplus(a + dt_bias), and
+        sigmoid(b).
+        """
+        a = (x_BTD @ cast(self.a, x_BTD).T).astype(jnp.float32)
+        b = (x_BTD @ cast(self.b, x_BTD).T).astype(jnp.float32)
+        rate = jnp.exp(self.A_log[...].astype(jnp.float32))
+        return -rate * jax.nn.softplus(a + self.dt_bias[...]), jax.nn.sigmoid(b)
+
+    def _convolve(
+        self, streams: list[jax.Array], own_BTW: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns float32 q, k [B, T, H, X] (of length 1/sqrt(X) and 1) and v [B, T, H, Y].
+
+        Each stream starts with the W-1 inputs before its first token.
+        """
+        kernels = (self.conv_q, self.conv_k, self.conv_v)
+        q, k, v = (
+            _causal_conv(x, kernel[...], own_BTW)
+            for x, kernel in zip(streams, kernels, strict=True)
+        )
+        X, repeats = q.shape[-1], v.shape[2] // q.shape[2]
+        q, k = (jnp.repeat(_unit(x), repeats, axis=2) for x in (q, k))
+        return q * X**-0.5, k, v
+
+    def _output(self, x_BTD: jax.Array, out_BTHY: jax.Array) -> jax.Array:
+        """Returns [B, T, D]: the rule's results normed, gated and projected."""
+        gated = self.norm(out_BTHY, _heads(x_BTD, self.z))
+        weight_DF = cast(self.out, x_BTD).reshape(x_BTD.shape[-1], -1)
+        return gated.reshape(*x_BTD.shape[:2], -1) @ weight_DF.T
+
+    def _split(self, joined_BTC: jax.Array) -> list[jax.Array]:
+        """Returns the streams of the cache's joined channels."""
+        shapes = [weight.shape[:2] for weight in (self.q, self.k, self.v)]
+        ends = [heads * size for heads, size in shapes]
+        parts = jnp.split(joined_BTC, [ends[0], ends[0] + ends[1]], axis=-1)
+        return [
+            part.reshape(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+
+def _sizes(config: ModelConfig) -> tuple[int, int, int, int, int]:
+    """Returns (G, H, X, Y, W)."""
+    sizes = config.linear
+    if sizes is None:
+        raise ValueError("a Gated DeltaNet layer needs its sizes in model.linear, got None")
+    return sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, sizes.conv_kernel
+
+
+def _heads(x_BTD: jax.Array, weight: nnx.Param[jax.Array]) -> jax.Array:
+    """Returns [B, T, H, E] for a weight [H, E, D]."""
+    H, E, D = weight.shape
+    return (x_BTD @ cast(weight, x_BTD).reshape(H * E, D).T).reshape(*x_BTD.shape[:2], H, E)
+
+
+def _flat(streams: Streams) -> jax.Array:
+    """Returns [B, T, C]: the streams' heads one after the other."""
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in streams], axis=-1)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _NORM_EPS)
+
+
+def _causal_conv(x_BSHE: jax.Array, kernel_HEW: jax.Array, own_BTW: jax.Array | None) -> jax.Array:
+    """Returns float32 [B, T, H, E], S = W-1+T: each channel's weighted sum of W inputs, then silu.
+
+    ``own_BTW``: False for inputs that a token must not see.
+    """
+    W = kernel_HEW.shape[-1]
+    T = x_BSHE.shape[1] - W + 1
+    total = jnp.zeros((), jnp.float32)
+    for w in range(W):
+        part = x_BSHE[:, w : w + T].astype(jnp.float32) * kernel_HEW[..., w].astype(jnp.float32)
+        total += part if own_BTW is None else jnp.where(own_BTW[:, :, w, None, None], part, 0)
+    return jax.nn.silu(total)
+
+
+def _own_inputs(segment_ids_BT: jax.Array, lead: int) -> jax.Array:
+    """Returns bool [B, T, W]: input w of token t (row index t - lead + w) is of its segment."""
+    T = segment_ids_BT.shape[1]
+    padded = jnp.pad(segment_ids_BT, ((0, 0), (lead, 0)), constant_values=-1)
+    shifted = [padded[:, w : w + T] == segment_ids_BT for w in range(lead + 1)]
+    return jnp.stack(shifted, axis=-1)
+
+
+def _cuts(layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """Returns row indices [B, N]: where each branch's tree starts, and the end of what it sees."""
+    T = layout.positions_BT.shape[1]
+    starts_BT = jnp.zeros_like(layout.positions_BT)
+    if layout.segment_ids_BT is not None:
+        segments = layout.segment_ids_BT
+        changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+        starts_BT = jax.lax.cummax(jnp.where(changes, jnp.arange(T), 0), axis=1)
+    first_BN = layout.branches_BNJ[..., 0]
+    there = first_BN >= 0
+    starts_BN = jnp.take_along_axis(starts_BT, jnp.maximum(first_BN, 0), axis=1)
+    cuts_BN = starts_BN + jnp.take_along_axis(layout.cuts_BT, jnp.maximum(first_BN, 0), axis=1)
+    return jnp.where(there, starts_BN, 0), jnp.where(there, cuts_BN, 0)
+
+
+def _take(x_BT: jax.Array, index_BNJ: jax.Array) -> jax.Array:
+    """Returns [B*N, J, ...]: the row's entries at ``index_BNJ``, zeros where it is -1."""
+    taken = jax.vmap(lambda x_T, index_NJ: x_T[jnp.maximum(index_NJ, 0)])(x_BT, index_BNJ)
+    there = (index_BNJ >= 0).reshape(*index_BNJ.shape, *(1,) * (x_BT.ndim - 2))
+    return _join(jnp.where(there, taken, 0))
+
+
+def _put(x_BTHY: jax.Array, index_BNJ: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns the row with the branches' results [B*N, J, H, Y] at ``index_BNJ``."""
+    B, T = x_BTHY.shape[:2]
+    where = jnp.where(index_BNJ >= 0, index_BNJ, T).reshape(B, -1)
+    put = jax.vmap(lambda x_T, index, new: x_T.at[index].set(new, mode="drop"))
+    return put(x_BTHY, where, new.reshape(B, -1, *new.shape[2:]))
+
+
+def _join(x_BN: jax.Array) -> jax.Array:
+    """Returns [B*N, ...] of [B, N, ...]."""
+    return x_BN.reshape(-1, *x_BN.shape[2:])

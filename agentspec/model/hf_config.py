@@ -1,0 +1,294 @@
+"""A Hugging Face ``config.json`` to a ``ModelConfig`` and back.
+
+In: the parsed file (Llama, Qwen3, Qwen3.5; transformers 4 and 5 forms). Anything in it that would
+change the computation and that this model does not do is refused by name, since ignoring it gives a
+fluent but wrong model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from agentspec.model.config import DTYPES, LinearShape, Llama3Rope, ModelConfig
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+MULTIMODAL = {"qwen3_5": "Qwen3_5ForConditionalGeneration"}  # its text part is ``qwen3_5_text``
+_FAMILIES = {"llama": "llama", "qwen3": "qwen3", "qwen3_5_text": "qwen3_5"}
+_KINDS = {"full_attention": "full", "linear_attention": "linear"}
+
+# keys that say nothing about the forward computation
+_IGNORED = frozenset(
+    "architectures bos_token_id eos_token_id pad_token_id initializer_range use_cache dtype "
+    "torch_dtype transformers_version max_window_layers pretraining_tp id2label label2id "
+    "problem_type output_hidden_states output_attentions return_dict chunk_size_feed_forward "
+    "is_llama_config transformers.js_config mtp_num_hidden_layers "
+    "mtp_use_dedicated_embeddings".split()
+)
+_USED = frozenset(
+    "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim intermediate_size rms_norm_eps tie_word_embeddings rope_theta rope_scaling "
+    "rope_parameters max_position_embeddings".split()
+)
+# keys with the only values that this model computes; an absent key means the first one
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0.0, None),
+    "use_sliding_window": (False, None),
+    "rope_interleaved": (False, None),
+}
+_ONLY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": {"partial_rotary_factor": (1.0, None)},
+    "qwen3": {"partial_rotary_factor": (1.0, None)},
+    "qwen3_5": {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32", None)},
+}
+_LINEAR = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_kernel": "linear_conv_kernel_dim",
+}
+_QWEN3_5 = {*_LINEAR.values(), "full_attention_interval", "partial_rotary_factor"}
+_VISION = frozenset(
+    "model_type text_config vision_config image_token_id video_token_id vision_start_token_id "
+    "vision_end_token_id tie_word_embeddings language_model_only".split()
+)
+
+
+def config_from_hf(hf: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Returns the config of a parsed ``config.json``; ``source`` is for errors.
+
+    Of a multimodal Qwen3.5 it is the text part's.
+
+    Raises:
+        ValueError: naming every missing key, or the feature that is not supported.
+    """
+    kind = hf.get("model_type")
+    if kind in MULTIMODAL:
+        hf, kind = _text_part(hf, source)
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"{source}: model_type {kind!r} is not supported, allowed: "
+            f"{', '.join(sorted([*ARCHITECTURES, *MULTIMODAL]))}"
+        )
+    family = _FAMILIES[kind]
+    _refuse_unsupported(hf, kind, source)
+    required = "vocab_size hidden_size num_hidden_layers num_attention_heads "
+    required += "intermediate_size rms_norm_eps"
+    if family != "llama":  # where transformers' own defaults do not follow from other keys
+        required += " head_dim num_key_value_heads"
+    if family == "qwen3_5":
+        required += " " + " ".join(_LINEAR.values())
+    missing = [key for key in required.split() if hf.get(key) is None]
+    if missing:
+        raise ValueError(f"{source}: missing {', '.join(missing)}")
+    theta, scaling, share = _rope(hf, family, source)
+    width, heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])
+    head_dim = hf.get("head_dim")
+    if head_dim is None:
+        if width % heads:
+            raise ValueError(
+                f"{source}: head_dim is missing and hidden_size={width} is not a multiple of "
+                f"num_attention_heads={heads}"
+            )
+        head_dim = width // heads
+    eos = hf.get("eos_token_id")
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    linear = None
+    if family == "qwen3_5":
+        linear = LinearShape(**{ours: int(hf[name]) for ours, name in _LINEAR.items()})
+    return ModelConfig(
+        vocab_size=int(hf["vocab_size"]),
+        d_model=width,
+        n_layers=int(hf["num_hidden_layers"]),
+        n_heads=heads,
+        n_kv_heads=int(hf.get("num_key_value_heads") or heads),
+        head_dim=int(head_dim),
+        d_ff=int(hf["intermediate_size"]),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rotary_dim=0 if share == 1 else int(int(head_dim) * share),
+        norm_eps=float(hf["rms_norm_eps"]),
+        tie_embeddings=bool(hf.get("tie_word_embeddings") or False),
+        family=family,
+        layer_types=_layer_types(hf, source) if family == "qwen3_5" else (),
+        linear=linear,
+        dtype=dtype if dtype in DTYPES else "float32",  # float16 widens exactly
+        max_positions=int(hf.get("max_position_embeddings") or 32768),
+        bos_id=hf.get("bos_token_id"),
+        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+        pad_id=hf.get("pad_token_id"),
+    )
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Returns the ``config.json`` of this model, readable by transformers 4 and 5.
+
+    Qwen3.5 becomes the text model's own (``qwen3_5_text``), whatever it was read from.
+    """
+    c = config
+    kind = next(kind for kind, family in _FAMILIES.items() if family == c.family)
+    rope: dict[str, Any] = {"rope_theta": c.rope_theta, "rope_type": "default"}
+    if c.rope_scaling is not None:
+        rope |= {"rope_type": "llama3", **dataclasses.asdict(c.rope_scaling)}
+    old_scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    eos: Any = list(c.eos_ids) or None
+    hf: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.d_ff,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": c.tie_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": c.max_positions,
+        "bos_token_id": c.bos_id,
+        "eos_token_id": c.eos_ids[0] if len(c.eos_ids) == 1 else eos,
+        "pad_token_id": c.pad_id,
+        "dtype": c.stored_dtype,
+        "torch_dtype": c.stored_dtype,
+        "rope_parameters": rope,
+    }
+    if c.family == "qwen3_5":
+        assert c.linear is not None
+        names = {ours: theirs for theirs, ours in _KINDS.items()}
+        share = (c.rotary_dim or c.head_dim) / c.head_dim
+        rope |= {"partial_rotary_factor": share}
+        hf |= {name: getattr(c.linear, ours) for ours, name in _LINEAR.items()}
+        hf |= {"layer_types": [names[kind] for kind in c.kinds], "partial_rotary_factor": share}
+    else:
+        hf |= {"rope_theta": c.rope_theta}
+        hf |= {"rope_scaling": None if c.rope_scaling is None else old_scaling}
+    if c.family == "llama":
+        hf |= {"mlp_bias": False}
+    return hf
+
+
+def _text_part(hf: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], str]:
+    """Returns the text model's part of a multimodal config, and its type."""
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{source}: model_type {hf['model_type']!r} without a text_config")
+    unknown = sorted(hf.keys() - _VISION - _IGNORED)
+    if unknown:
+        raise ValueError(f"{source}: unknown features, not supported: {', '.join(unknown)}")
+    named = hf.get("architectures") or [MULTIMODAL[hf["model_type"]]]
+    if list(named) != [MULTIMODAL[hf["model_type"]]]:
+        raise ValueError(f"{source}: architectures {list(named)} are not supported")
+    kind = str(text.get("model_type", f"{hf['model_type']}_text"))
+    merged = dict(text) | {"model_type": kind}
+    for key in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
+        if merged.get(key) is None and hf.get(key) is not None:
+            merged[key] = hf[key]
+    return merged, kind
+
+
+def _layer_types(hf: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    """Returns the kinds of Qwen3.5's layers: listed, or every n-th one full attention."""
+    n, named = int(hf["num_hidden_layers"]), hf.get("layer_types")
+    if named is None:
+        every = int(hf.get("full_attention_interval") or 4)
+        return tuple("linear" if (i + 1) % every else "full" for i in range(n))
+    odd = sorted(set(named) - _KINDS.keys())
+    if odd:
+        raise ValueError(
+            f"{source}: layer_types {odd} are not supported, allowed: {', '.join(_KINDS)}"
+        )
+    return tuple(_KINDS[name] for name in named)
+
+
+def _refuse_unsupported(hf: Mapping[str, Any], kind: str, source: str) -> None:
+    """Raises ValueError naming the first feature in ``hf`` that this model does not compute."""
+    family = _FAMILIES[kind]
+    only = _ONLY | _ONLY_FAMILY[family]
+    for key, allowed in only.items():
+        if key in hf and hf[key] not in allowed:
+            raise ValueError(
+                f"{source}: {key}={hf[key]!r} is not supported, allowed: {allowed[0]!r}"
+            )
+    window = hf.get("sliding_window")
+    if window is not None and hf.get("use_sliding_window", True):
+        raise ValueError(f"{source}: sliding_window={window} in use is not supported")
+    layer_types = set(hf.get("layer_types") or ()) - {"full_attention"}
+    if layer_types and family != "qwen3_5":
+        raise ValueError(
+            f"{source}: layer_types {sorted(layer_types)} are not supported, "
+            "allowed: full_attention"
+        )
+    named = hf.get("architectures") or [ARCHITECTURES[kind]]
+    if list(named) not in ([ARCHITECTURES[kind]], list(MULTIMODAL.values())):
+        raise ValueError(
+            f"{source}: architectures {list(named)} are not supported, "
+            f"allowed for {kind}: {ARCHITECTURES[kind]}"
+        )
+    known = _IGNORED | _USED | only.keys() | {"sliding_window", "layer_types"}
+    known |= _QWEN3_5 if family == "qwen3_5" else set()
+    unknown = [
+        f"{key}={value!r}"
+        for key, value in hf.items()
+        if key not in known and not key.startswith("_") and value  # an empty value switches nothing
+    ]
+    if unknown:
+        raise ValueError(f"{source}: unknown features, not supported: {', '.join(unknown)}")
+
+
+def _rope(
+    hf: Mapping[str, Any], family: str, source: str
+) -> tuple[float, Llama3Rope | None, float]:
+    """Returns rotary base, scaling and share of the head, from the 4.x or the 5.x form."""
+    new = hf.get("rope_parameters") or {}
+    scaling = dict(hf.get("rope_scaling") or {})
+    if new:
+        scaling = {key: value for key, value in new.items() if key != "rope_theta"}
+    theta = new.get("rope_theta", hf.get("rope_theta"))
+    if theta is None:
+        raise ValueError(
+            f"{source}: rope_theta is missing, at the top level and in rope_parameters; "
+            "its default differs between models, so there is none here"
+        )
+    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    share = 1.0
+    if family == "qwen3_5":  # text positions are equal in all sections, so sections do not matter
+        share = scaling.pop("partial_rotary_factor", hf.get("partial_rotary_factor", 0.25))
+        scaling.pop("mrope_section", None)
+        scaling.pop("mrope_interleaved", None)
+    elif scaling.get("partial_rotary_factor") == 1.0:
+        scaling.pop("partial_rotary_factor")
+    fields = [field.name for field in dataclasses.fields(Llama3Rope)]
+    allowed: dict[str, list[str]] = {"default": [], "llama3": fields}
+    if family == "qwen3_5":
+        allowed.pop("llama3")
+    if rope_type not in allowed:
+        raise ValueError(
+            f"{source}: rope_type {rope_type!r} is not supported, allowed: {', '.join(allowed)}"
+        )
+    extra = [key for key in scaling if key not in allowed[rope_type]]
+    missing = [key for key in allowed[rope_type] if scaling.get(key) is None]
+    if extra or missing:
+        raise ValueError(
+            f"{source}: rope_type {rope_type!r} lacks {missing}, has unsupported {extra}"
+        )
+    if rope_type == "default":
+        return float(theta), None, float(share)
+    return float(theta), Llama3Rope(
+        factor=float(scaling["factor"]),
+        low_freq_factor=float(scaling["low_freq_factor"]),
+        high_freq_factor=float(scaling["high_freq_factor"]),
+        original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+    ), float(share)

@@ -1,0 +1,227 @@
+"""Tells before renting it whether a job fits a TPU slice, and what a step costs there at least.
+
+    python -m agentspec.plan --config=configs/qwen3_4b.py:search --topology=v5e:8x8
+        [--config.mesh.fsdp=64 --config.model.remat=full ...]
+
+Compiles the job's own programs for that slice, without a TPU (``pip install libtpu``, or the extra
+``tpu``) and without weights: ``model.path`` may name a folder that holds a config.json and nothing
+else. Prints what each phase takes of a chip's memory and what each program costs. Exit code 1 if
+something does not fit; then it looks for the nearest setting that does, by trying.
+
+Memory: weights, moments and both sampling caches stay on the chips throughout; the sampling copy of
+the weights is there while sampling only, accumulated gradients during an update only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags
+from ml_collections import config_flags
+
+from agentspec import entry
+from agentspec.chips import GIB, Slice, slice_named
+from agentspec.configuration import ConfigError, settings_from
+from agentspec.costs import Cost
+from agentspec.job import build_job
+from agentspec.model.config import ModelConfig
+from agentspec.model.hf_config import config_from_hf
+from agentspec.plan_programs import Measured, Sampling, Setting, Training, chip_bytes, slice_devices
+from agentspec.plan_report import Phase, Report, Work, candidates, described, nearest, text
+from agentspec.progress import say
+from agentspec.settings import MeshSettings, Settings
+
+
+def model_config(settings: Settings) -> ModelConfig:
+    """The shape of the job's model; of a folder, config.json alone is read."""
+    m, file = settings.model, Path(settings.model.path) / "config.json"
+    if m.path and file.is_file():
+        with entry.reading("model.path", m.path):
+            config = config_from_hf(json.loads(file.read_text(encoding="utf-8")), str(file))
+    else:
+        with entry.reading("model.path", m.path):
+            here = dataclasses.replace(settings, mesh=MeshSettings())  # no devices are needed
+            config = build_job(here).model.config
+    return dataclasses.replace(
+        config,
+        dtype=m.dtype,
+        param_dtype=m.param_dtype,
+        scan=m.scan,
+        attention=m.attention,
+        chunk=m.chunk,
+    )
+
+
+def first_setting(settings: Settings, wanted: Slice) -> Setting:
+    """The config's own setting on the slice; a config for one device is spread over ``fsdp``."""
+    m = settings.mesh
+    mesh = (m.data, m.fsdp, m.tensor)
+    if mesh == (1, 1, 1):
+        mesh = (1, wanted.n_chips, 1)
+    return Setting(
+        wanted,
+        mesh,
+        settings.pack.rows_per_batch,
+        settings.model.remat,
+        settings.loss.logits_chunk_tokens,
+        (settings.engine.rows, settings.engine.speculator_rows),
+    )
+
+
+class Planner:
+    """Makes reports; programs that two settings share are compiled once."""
+
+    def __init__(self, settings: Settings, config: ModelConfig) -> None:
+        """``config`` as `model_config` gives it."""
+        self.settings, self.config = settings, config
+        self._sampled = functools.cache(self._sample)
+
+    def training(self, setting: Setting) -> Training:
+        """The update's programs, not yet compiled."""
+        devices = slice_devices(setting.slice)
+        return Training(self.settings, self.config, setting, devices)
+
+    def state_bytes(self, setting: Setting) -> int | None:
+        """Weights and moments of a chip; None where the mesh does not divide the model or rows."""
+        try:
+            return chip_bytes(self.training(setting).state)
+        except ConfigError:
+            return None
+
+    def report(self, setting: Setting) -> Report:
+        """Compiles everything for the setting. Raises ConfigError for one that cannot be."""
+        s, training = self.settings, self.training(setting)
+        micro = {  # rows of a step at most, each a full one, and branches of each
+            "agent update": (s.agent.tasks_per_step * s.agent.group_size, 0),
+            "speculator update": (s.speculator.tasks_per_step, branches_of(s)),
+        }
+        state, weights = chip_bytes(training.state), chip_bytes(training.params)
+        sampling, programs = self._sampled(setting.slice.host(), setting.engine_rows)
+        caches = sum(chip_bytes(sampling.cache(rows)) for rows in setting.engine_rows)
+        copy = chip_bytes(sampling.params)
+        phases, work = [], []
+        adding, applying = training.adding(), training.applying()
+        for name, (rows, branches) in micro.items():
+            n = -(-rows // setting.global_rows)
+            program = self._step(f"{name}, micro-batch", training, branches)
+            beside = {"moments": state - weights, "caches": caches}
+            if n > 1:
+                beside["gradients so far"] = weights
+            phases.append(Phase(program, beside))
+            work += _update_work(name, n, program, adding, applying)
+        phases.append(Phase(applying, {"caches": caches}))
+        for program in programs:
+            held = chip_bytes(sampling.cache(setting.engine_rows[0]))
+            other = caches - held if "speculator" not in program.name else held
+            phases.append(Phase(program, {"weights and moments": state, "other cache": other}))
+        work += [Work(_sampled_name(p, s, setting), p.cost) for p in programs if p.cost]
+        parts = {
+            f"weights ({self.config.stored_dtype})": weights,
+            "optimizer state": state - weights,
+            "gradients": weights,
+            f"weights to sample with ({self.config.dtype})": copy,
+            "caches": caches,
+        }
+        rows = sum(setting.engine_rows)
+        ways = int(sampling.mesh.size)
+        title = _title(s, self.config, setting, training)
+        return Report(title, setting, parts, tuple(phases), tuple(work), caches // rows, ways)
+
+    def _step(self, name: str, training: Training, branches: int) -> Measured:
+        say(f"[plan] compiling: {name}")
+        return training.gradients(name, branches)
+
+    def _sample(self, host: Slice, rows: tuple[int, int]) -> tuple[Sampling, list[Measured]]:
+        sampling = Sampling(self.settings, self.config, host)
+        say("[plan] compiling: sampling")
+        names = ("decode, agent", "decode, speculator")
+        programs = [sampling.prefilling(rows[0])]
+        programs += [sampling.decoding(name, n) for name, n in zip(names, rows, strict=True) if n]
+        return sampling, programs
+
+
+def branches_of(s: Settings) -> int:
+    """Branches of a speculator row: the predictions of an episode's share of the prefixes."""
+    prefixes = max(1, round(s.speculator.prefixes_per_step / s.speculator.tasks_per_step))
+    return prefixes * s.speculator.group_size
+
+
+def _update_work(
+    name: str, n: int, program: Measured, adding: Measured, applying: Measured
+) -> list[Work]:
+    if program.cost is None or adding.cost is None or applying.cost is None:
+        return []
+    whole: Cost = program.cost.times(n) + adding.cost.times(n - 1) + applying.cost
+    return [Work(program.name, program.cost), Work(f"{name}, at most {n} micro-batches", whole)]
+
+
+def _sampled_name(program: Measured, s: Settings, setting: Setting) -> str:
+    rows = setting.engine_rows["speculator" in program.name]
+    if program.name == "prefill":
+        return f"prefill, {s.engine.prefill_chunk} tokens of {min(rows, 16)} rows"
+    return f"{program.name}, a token of {rows} rows"
+
+
+def _title(s: Settings, config: ModelConfig, setting: Setting, training: Training) -> str:
+    n = sum(leaf.size for leaf in jax.tree.leaves(training.model.shapes))
+    data, fsdp, tensor = setting.mesh
+    wanted = setting.slice
+    return (
+        f"{s.name}: {n / 1e9:.3f} billion weights on {wanted.name}, {wanted.n_chips} chips of "
+        f"{wanted.host_chips} a host; mesh data={data} fsdp={fsdp} tensor={tensor}\n"
+        f"micro-batch of {setting.global_rows} rows of {s.pack.row_tokens} tokens, "
+        f"remat={setting.remat}, head {setting.chunk_tokens or 'all'} tokens at a time, "
+        f"attention={training.model.attention}"
+    )
+
+
+def suggest(planner: Planner, first: Setting, most: int) -> str:
+    """What to change so that it fits, found by trying at most ``most`` settings."""
+    tried: dict[Setting, Report] = {}
+
+    def fits(setting: Setting) -> bool:
+        say(f"[plan] trying {described(setting, first)}")
+        tried[setting] = planner.report(setting)
+        return tried[setting].fits
+
+    limit = planner.config.n_kv_heads
+    found, n = nearest(candidates(first, limit), fits, planner.state_bytes, most)
+    if found is None:
+        return f"None of the {n} other settings tried fits; --most_tries allows more."
+    report = tried[found]
+    peak = max(phase.peak_bytes for phase in report.phases)
+    return (
+        f"This fits ({n} tried; peak {peak / GIB:.2f} of {report.usable_bytes / GIB:.2f} GiB):\n"
+        f"  {described(found, first)}"
+    )
+
+
+def main(_: Sequence[str]) -> None:
+    """Entry point."""
+    given: Any = flags.FLAGS
+    settings = settings_from(given.config)
+    try:
+        wanted = slice_named(given.topology)
+    except ValueError as error:
+        raise app.UsageError(f"--topology={error}") from error
+    planner = Planner(settings, model_config(settings))
+    first = first_setting(settings, wanted)
+    report = planner.report(first)
+    print(text(report))
+    if not report.fits:
+        print("\nIt does not fit.", suggest(planner, first, given.most_tries))
+        raise SystemExit(1)
+    print("\nIt fits.")
+
+
+if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", None, "The experiment's config file.")
+    flags.DEFINE_string("topology", None, "The slice to plan for, such as v5e:8x8.")
+    flags.DEFINE_integer("most_tries", 8, "How many other settings to try if it does not fit.", 0)
+    entry.run(main, ["config", "topology"])
