@@ -13,10 +13,11 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import math
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from etils import epath
 from agentspec.state import TrainState
 
 _STEP = re.compile(r"\d{8,}")
-_CHUNK_BYTES = 1 << 26
+_CHUNK_BYTES = 1 << 25
 
 
 class CheckpointError(ValueError):
@@ -257,20 +258,29 @@ class SavedParams:
     arrays: dict[str, jax.ShapeDtypeStruct]
     flat_names: dict[str, str]
 
-    def read(self, name: str, entry: int | None = None) -> np.ndarray:
-        """Array ``name``, or entry ``entry`` of its first dimension; nothing else is read."""
+    def blocks(self, name: str, entry: int | None = None) -> Iterator[np.ndarray]:
+        """Array ``name``, or entry ``entry`` of its first dimension, some rows at a time.
+
+        Nothing else is read, and no more at a time than about ``_CHUNK_BYTES`` or the rows that
+        were stored as one piece.
+        """
         folder = str(self.path / "state" / "params")
         base = folder if "://" in folder else f"file://{folder}"
         store = {"driver": "ocdbt", "base": f"{base}/", "path": f"{self.flat_names[name]}/"}
-        few = {"data_copy_concurrency": {"limit": 4}, "file_io_concurrency": {"limit": 4}}
         try:
-            array = ts.open(
-                {"driver": "zarr", "kvstore": store}, context=ts.Context(few), read=True
-            ).result()
-            found: np.ndarray = (array if entry is None else array[entry]).read().result()
+            array = ts.open({"driver": "zarr", "kvstore": store}, read=True).result()
+            piece = array.chunk_layout.read_chunk.shape
+            if entry is not None:
+                array, piece = array[entry], piece[1:]
+            if not array.rank:
+                yield array.read().result()
+                return
+            piece_bytes = piece[0] * math.prod(array.shape[1:]) * array.dtype.numpy_dtype.itemsize
+            step = piece[0] * max(1, _CHUNK_BYTES // max(1, piece_bytes))
+            for row in range(0, array.shape[0], step):
+                yield array[row : min(row + step, array.shape[0])].read().result()
         except ValueError as error:
             raise DamagedCheckpoint(f"{folder}: {self.flat_names[name]}: {error}") from error
-        return found
 
 
 def open_params(where: epath.PathLike) -> SavedParams:

@@ -7,7 +7,7 @@ In: a checkpoint of a run and the run's ``config.json``, which names the model t
 Out: weights, and beside them what that model's folder held: config, tokenizer, chat template,
 generation settings. Of a multimodal model the parts that were not trained (the vision tower) are
 copied too, so that the folder stays whole. Weights go tensor by tensor from the checkpoint's files
-to the new ones, so a host with memory for the largest tensor will do, and no accelerator is used.
+to the new ones, some rows at a time: any host has the memory, and no accelerator is used.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def _trained(
 ) -> Iterator[Outgoing]:
     """The trained tensors under the origin's names, read from the checkpoint when written."""
 
-    def read(piece: Piece) -> np.ndarray:
-        return saved.read(piece.leaf, piece.entry)
+    def rows(piece: Piece) -> Iterator[np.ndarray]:
+        return saved.blocks(piece.leaf, piece.entry)
 
     config = _layout(origin.config, saved, run)
     dtypes = {name: np.dtype(dtype or array.dtype) for name, array in saved.arrays.items()}
@@ -173,7 +173,7 @@ def _trained(
         if "text_config" in origin.hf_config and tensor.name.startswith("model."):
             name = TEXT_PREFIX + tensor.name.removeprefix("model.")
             tensor = dataclasses.replace(tensor, name=name)
-        yield outgoing(tensor, dtypes, read)
+        yield outgoing(tensor, dtypes, rows)
 
 
 def _untouched(origin: Origin) -> Iterator[Outgoing]:

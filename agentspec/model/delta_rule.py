@@ -148,23 +148,22 @@ def _inverse(lower: jax.Array) -> jax.Array:
     """Returns (1 + lower)^-1 for strictly lower triangular [..., C, C].
 
     Diagonal blocks of growing size are inverted exactly; two neighbours P, S with R below P join to
-    [[P^-1, 0], [-S^-1 R P^-1, S^-1]]. Matrix products only, which every backend does well. The last
-    line (one Newton step, which is exact up to rounding) carries the gradient.
+    [[P^-1, 0], [-S^-1 R P^-1, S^-1]]. Matrix products only, which every backend does well, in a
+    loop, which TPUs compile ten times faster. The last line (one Newton step, which changes nothing
+    but rounding) carries the gradient.
     """
     C = lower.shape[-1]
     index = jnp.arange(C)
     fixed = jax.lax.stop_gradient(lower)
-    inverse = jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape)
-    size = 1
-    while size < C:
-        block = index // size
+
+    def join(level: jax.Array, inverse: jax.Array) -> jax.Array:
+        block = index >> level  # of size 2 ** level
         below = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
-        joint = jnp.where(below, fixed, 0)
-        if size > 1:  # blocks of size 1 are their own inverse
-            joint = _product(_product(inverse, joint), inverse)
-        inverse = inverse - joint
-        size *= 2
-    return inverse + _product(inverse, jnp.eye(C) - inverse - _product(lower, inverse))
+        return inverse - _product(_product(inverse, jnp.where(below, fixed, 0)), inverse)
+
+    one = jnp.eye(C, dtype=lower.dtype)
+    inverse = jax.lax.fori_loop(0, (C - 1).bit_length(), join, jnp.broadcast_to(one, lower.shape))
+    return inverse + _product(inverse, one - inverse - _product(lower, inverse))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

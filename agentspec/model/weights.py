@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,27 +128,30 @@ def save_hf(loaded: Loaded, path: str | Path, max_shard_bytes: int = MAX_SHARD_B
         raise FileExistsError(f"{path} already holds {', '.join(old)}")
     leaves = leaf_names(loaded.params)
 
-    def read(piece: Piece) -> np.ndarray:
+    def rows(piece: Piece) -> list[np.ndarray]:
         leaf = leaves[piece.leaf]
-        return np.asarray(leaf if piece.entry is None else _entry(leaf, np.int32(piece.entry)))
+        return [np.asarray(leaf if piece.entry is None else _entry(leaf, np.int32(piece.entry)))]
 
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     tensors = hf_tensors(loaded.config, shapes)
     dtypes = {name: np.dtype(leaf.dtype) for name, leaf in leaves.items()}
-    write_folder(path, [outgoing(tensor, dtypes, read) for tensor in tensors], max_shard_bytes)
+    write_folder(path, [outgoing(tensor, dtypes, rows) for tensor in tensors], max_shard_bytes)
     text = json.dumps(config_to_hf(loaded.config), indent=2)
     (path / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def outgoing(
-    tensor: Tensor, dtypes: Mapping[str, np.dtype], read: Callable[[Piece], np.ndarray]
+    tensor: Tensor,
+    dtypes: Mapping[str, np.dtype],
+    rows: Callable[[Piece], Iterable[np.ndarray]],
 ) -> Outgoing:
-    """Returns ``tensor`` to be written, in the dtype of its leaves; ``read`` gives its pieces."""
+    """Returns ``tensor`` to be written in the dtype of its leaves; ``rows`` gives each piece's."""
     dtype = dtypes[tensor.pieces[0].leaf]
 
     def blocks() -> Iterator[np.ndarray]:
         for piece in tensor.pieces:
-            yield read(piece).astype(dtype, copy=False)
+            for block in rows(piece):
+                yield block.astype(dtype, copy=False)
 
     return Outgoing(tensor.name, dtype, tensor.shape, blocks)
 

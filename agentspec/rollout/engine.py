@@ -151,7 +151,8 @@ class Engine:
         self.latency = latency
         self._programs = programs(model, prefill_chunk, tokens_per_call)
         self._prefill_width = -(-cache_tokens // prefill_chunk) * prefill_chunk
-        self._scheduler = Scheduler(rows, speculator_rows)
+        stateful = "linear" in getattr(model.config, "kinds", ())
+        self._scheduler = Scheduler(rows, speculator_rows, stateful)
         self._caches = {
             mode: model.init_cache(pool.n_rows, cache_tokens)
             for mode, pool in self._scheduler.pools.items()

@@ -11,13 +11,17 @@ tracks, so agent rows never wait for speculator rows.
 Nobody waits for ever for speculator rows that only wait themselves: a rowless parent is given a row
 only together with its child; idle finished tracks lose theirs to those who need one; and when rows
 are short a child takes its rowless parent's place, or its idle parent's row instead of a copy.
+
+A row of keys and values holds every prefix of what it holds. A row with a recurrent state in it
+(hybrid models, ``stateful``) holds exactly the tokens that it has read: it is of use to a child
+only as long as it stands where the child begins, and a track taken back reads its ids anew.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentspec.types import Mode, SamplingParams
@@ -119,8 +123,9 @@ class Plan:
 class Scheduler:
     """Rows, queues and lineage of the two pools."""
 
-    def __init__(self, rows: int, speculator_rows: int) -> None:
+    def __init__(self, rows: int, speculator_rows: int, stateful: bool = False) -> None:
         """Makes the pools; ValueError for row counts that could never serve a request."""
+        self.stateful = stateful
         if rows < 1:
             raise ValueError(f"rows must be at least 1, got {rows}")
         if speculator_rows == 1 or speculator_rows < 0:
@@ -148,7 +153,8 @@ class Scheduler:
         kept = max(length - 1, 0)
         track.fresh = max(0, track.fresh - (len(track.ids) - length))
         del track.ids[length:]
-        track.cached, track.shared = min(track.cached, kept), min(track.shared, kept)
+        track.cached = self._usable(track, kept)
+        track.shared = min(track.shared, kept)
         for child in track.waiting:
             child.shared = min(child.shared, kept)
 
@@ -163,6 +169,8 @@ class Scheduler:
     def withdraw(self, request: Request) -> None:
         """Takes a request out of its queue or out of the running batch."""
         pool = request.track.pool
+        if self.stateful and request in pool.active:  # its row went on beyond what it keeps
+            request.track.cached = 0
         for requests in (pool.queue, pool.active):
             if request in requests:
                 requests.remove(request)
@@ -255,7 +263,7 @@ class Scheduler:
         if track.row is None:
             parent = track.parent
             if takes_over:
-                _take_over(track)
+                _take_over(track, self._usable)
                 wave = len(plan.waves)  # after every copy that reads this row
                 plan.ready[track] = wave
             else:
@@ -264,10 +272,11 @@ class Scheduler:
                     assert parent.row is not None
                     wave = plan.ready[parent] + 1 if parent in plan.ready else 0
                     copy = Copy(parent.pool, parent.row, track.pool, track.row)
-                    plan.wave(wave).copies.append(copy)
-                    track.cached = track.shared
-                    plan.sources.add(parent)
-                    plan.ready[track] = wave
+                    track.cached = self._usable(parent, track.shared)
+                    if track.cached or not self.stateful:
+                        plan.wave(wave).copies.append(copy)
+                        plan.sources.add(parent)
+                        plan.ready[track] = wave
             track.pool.seated.append(track)
             self._leave(track, plan)
         assert track.row is not None
@@ -277,6 +286,14 @@ class Scheduler:
             plan.wave(wave).prefills.append(Prefill(track.pool, track.row, track.cached, ids))
             plan.ready[track] = wave
             track.cached = target
+
+    def _usable(self, track: Track, length: int) -> int:
+        """How many of the first ``length`` ids the track's row can serve, to itself or a child."""
+        request = track.request
+        moved = request is not None and request.ids  # the row is beyond what ``cached`` says
+        if self.stateful and (moved or track.cached != length):
+            return 0
+        return min(track.cached, length)
 
     def _leave(self, track: Track, plan: Plan | None) -> None:
         """Ends the tie to the parent if there is one to end, and frees what nobody needs."""
@@ -350,11 +367,11 @@ def _promote(track: Track) -> None:
             parent.parent = None
 
 
-def _take_over(heir: Track) -> None:
+def _take_over(heir: Track, usable: Callable[[Track, int], int]) -> None:
     """Moves the parent's row to ``heir``, and the ties of its other children with it."""
     parent = heir.parent
     assert parent is not None
-    heir.row, heir.cached = parent.row, min(parent.cached, heir.shared)
+    heir.row, heir.cached = parent.row, usable(parent, heir.shared)
     siblings = [child for child in parent.waiting if child is not heir]
     for sibling in siblings:
         sibling.parent, sibling.shared = heir, min(sibling.shared, heir.cached)

@@ -98,7 +98,7 @@ def big_model(tmp_path_factory):
     """(folder, bytes of the largest tensor)."""
     folder = tmp_path_factory.mktemp("big") / "model"
     folder.mkdir()
-    values = np.arange(1 << 24, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    values = (np.arange(1 << 24) % 0x7F80).astype(np.uint16).view(ml_dtypes.bfloat16)  # finite
     shapes = {name: like.shape for name, like in leaf_names(LanguageModel(CONFIG).shapes).items()}
 
     def blocks(size, number):
@@ -122,7 +122,7 @@ def test_loading(big_model, layout, devices):
     folder, largest = big_model
     numbers = run(LOAD, str(folder), layout, str(devices), "", devices=devices)
     assert numbers["arrays"] > 1900 * MB
-    assert numbers["peak"] - numbers["before"] - numbers["arrays"] <= largest + MARGIN
+    assert numbers["peak"] - numbers["arrays"] <= largest + MARGIN  # Python and JAX included
 
 
 def test_exporting(big_model, tmp_path):
@@ -133,7 +133,7 @@ def test_exporting(big_model, tmp_path):
     checkpoint, out = tmp_path / "run" / "checkpoints" / "joint", tmp_path / "out"
     run(LOAD, str(folder), "scan", "1", str(checkpoint))
     numbers = run(EXPORT, str(checkpoint), str(out))
-    assert numbers["peak"] - numbers["before"] <= largest + MARGIN
+    assert numbers["peak"] <= largest + MARGIN
     before, after = read_folder(folder), read_folder(out)
     assert before.keys() == after.keys()
     assert sum(stored.nbytes for stored in after.values()) == numbers["written"]

@@ -80,7 +80,7 @@ def hf_model(kind, tied, heads, kv, head_dim, rope=PLAIN, layers=3, scan=False):
         tie_word_embeddings=tied,
         rope_parameters=dict(rope),
         max_position_embeddings=512,
-        initializer_range=0.15,
+        initializer_range=0.1 if kind == "qwen3_5" else 0.15,
         bos_token_id=1,
         eos_token_id=2,
         **(LINEAR if kind == "qwen3_5" else {}),

@@ -31,10 +31,11 @@ def devices():
         patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
         patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # another process may compile as well
-        # Programs of devices that are not there can be written to the cache but not read back.
-        patch.setattr(jax.config, "jax_enable_compilation_cache", False)
+        # Programs for devices that are not there can be written to the cache, not read from it.
+        jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
         yield lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
 
 

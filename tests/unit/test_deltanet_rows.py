@@ -321,7 +321,7 @@ def test_dtypes(dtype):
     x, layout = jnp.asarray(vectors(1, 10, D), dtype), Layout(jnp.arange(10)[None])
     out = jax.jit(lambda state, x: nnx.merge(graph, state)(x, layout))(state, x)
     assert out.dtype == jnp.dtype(dtype)
-    after = jax.eval_shape(layer.cached, x, init_delta_cache(config, 1), jnp.zeros(1), jnp.ones(1))
+    after = jax.eval_shape(layer.cached, x, init_delta_cache(config, 1), *2 * [jnp.zeros(1, int)])
     assert (after[0].dtype, after[1].conv_RWC.dtype) == (out.dtype, out.dtype)
     assert after[1].state_RHXY.dtype == jnp.float32
     exact = DeltaNet(dataclasses.replace(config, dtype="float32"), nnx.Rngs(0))
