@@ -29,7 +29,8 @@ from etils import epath
 from agentspec.state import TrainState
 
 _STEP = re.compile(r"\d{8,}")
-_CHUNK_BYTES = 1 << 25
+_CHUNK_BYTES = 1 << 24
+_CONCURRENCY = ("data_copy_concurrency", "file_io_concurrency")
 
 
 class CheckpointError(ValueError):
@@ -257,6 +258,7 @@ class SavedParams:
     path: epath.Path
     arrays: dict[str, jax.ShapeDtypeStruct]
     flat_names: dict[str, str]
+    context: ts.Context
 
     def blocks(self, name: str, entry: int | None = None) -> Iterator[np.ndarray]:
         """Array ``name``, or entry ``entry`` of its first dimension, some rows at a time.
@@ -268,8 +270,9 @@ class SavedParams:
         base = folder if "://" in folder else f"file://{folder}"
         store = {"driver": "ocdbt", "base": f"{base}/", "path": f"{self.flat_names[name]}/"}
         try:
-            array = ts.open({"driver": "zarr", "kvstore": store}, read=True).result()
-            piece = array.chunk_layout.read_chunk.shape
+            spec = {"driver": "zarr", "kvstore": store}
+            array = ts.open(spec, context=self.context, read=True).result()
+            piece = [size or 1 for size in array.chunk_layout.read_chunk.shape or ()]
             if entry is not None:
                 array, piece = array[entry], piece[1:]
             if not array.rank:
@@ -290,7 +293,8 @@ def open_params(where: epath.PathLike) -> SavedParams:
         path, manifest = checkpointer._choose(step)
     names = {key: ".".join(map(str, keys)) for key, keys in manifest["paths"].items()}
     arrays = {name: jax.ShapeDtypeStruct(*manifest["arrays"][key]) for key, name in names.items()}
-    return SavedParams(path, arrays, {name: key for key, name in names.items()})
+    one = ts.Context({key: {"limit": 1} for key in _CONCURRENCY})  # each thread keeps some pieces
+    return SavedParams(path, arrays, {name: key for key, name in names.items()}, one)
 
 
 def split_step(where: epath.PathLike) -> tuple[epath.PathLike, int | None]:

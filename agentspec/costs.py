@@ -1,4 +1,4 @@
-"""What a compiled program costs on each device: FLOPs and bytes, loops counted as often as they run.
+"""What a compiled program costs on each device; loops count as often as they run.
 
 In: a compiled JAX program. Out: a ``Cost``. XLA's own cost analysis takes the body of a loop once,
 however often it runs, and knows nothing of Pallas kernels. Here the text of the compiled program is
@@ -21,8 +21,8 @@ from typing import Any
 
 import jax
 
-# The only way to XLA's analysis of one loop body; pinned with JAX, watched by tests/unit/test_costs.
-from jax._src.lib import xla_client
+# The only way to XLA's analysis of one loop body; JAX is pinned, and tests/unit/test_plan watches.
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
 
 
 def _nested(depth: int) -> str:
@@ -32,11 +32,15 @@ def _nested(depth: int) -> str:
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%(\S+) = (.*)$")
 _WHILE = re.compile(r" while\(%([^)]+)\), condition=%([^\s,]+), body=%([^\s,]+)")
+_KNOWN_RUNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_NOTED_RUNS = re.compile(r"/\*runs=(\d+)\*/")
 _ELEMENT = re.compile(r"get-tuple-element\(%[^)]+\), index=(\d+)")
-_COMPARE = re.compile(r" compare\(%(\S+), %(\S+)\), direction=LT")
+_COMPARE = re.compile(r"ROOT %\S+ = pred\[\]\S* compare\(%(\S+), %(\S+)\), direction=LT")
 _CONSTANT = re.compile(r"s32\[\]\S* constant\((-?\d+)\)")
 _COPY = re.compile(r" (?:copy|bitcast)\(%(\S+)\)")
-_CALLED = re.compile(r"(?:to_apply|calls|called_computation|true_computation|false_computation)=%(\S+)")
+_CALLED = re.compile(
+    r"(?:to_apply|calls|called_computation|true_computation|false_computation)=%(\S+)"
+)
 # what costs do not depend on, some of it over several lines: braces up to four deep
 _NOTES = re.compile(r", (?:metadata|frontend_attributes)=" + _nested(4))
 _SHAPE = re.compile(r"\b(pred|[suf]\d+\w*|bf16)\[([\d,]*)\]")
@@ -122,7 +126,9 @@ def kernel_flops(kernel: Kernel) -> float | None:
     such a kernel leaves out no block because of its segments.
     """
     products = next((n for key, n in _PRODUCTS if key in kernel.name), None)
-    floats = [shape for kind, shape in kernel.operands if kind in ("bf16", "f32") and len(shape) > 2]
+    floats = [
+        shape for kind, shape in kernel.operands if kind in ("bf16", "f32") and len(shape) > 2
+    ]
     if products is None or "mha" not in kernel.name and "mqa" not in kernel.name or len(floats) < 2:
         return None
     q, k = floats[:2]
@@ -188,9 +194,11 @@ class _Program:
 
     def _runs(self, inside: str, loop: re.Match[str]) -> int | None:
         """How often a loop runs that counts up to a constant; None where it is no such loop."""
-        state, condition, body = loop.groups()
-        compare = next(filter(None, map(_COMPARE.search, self.bodies[condition].values())), None)
-        if compare is None or len([t for t in self.bodies[condition].values() if " pred[" in t]) > 1:
+        if noted := _NOTED_RUNS.search(loop.string):  # the CPU's compiler writes it down
+            return int(noted[1])
+        state, condition, _ = loop.groups()
+        compare = _COMPARE.search(self.computations[condition])
+        if compare is None:
             return None
         tests = self.bodies[condition]
         index = _ELEMENT.search(tests.get(compare[1], ""))
@@ -222,7 +230,8 @@ def _split(hlo: str) -> tuple[str, dict[str, str], str]:
     computations: dict[str, str] = {}
     header, entry, name, lines = hlo.split("\n", 1)[0], "", "", []
     for line in _NOTES.sub("", hlo).splitlines():
-        line = line.split(", backend_config=")[0]
+        known = _KNOWN_RUNS.search(line)
+        line = line.split(", backend_config=")[0] + (f" /*runs={known[1]}*/" if known else "")
         if match := _COMPUTATION.match(line):
             name, lines = match[1], [line.removeprefix("ENTRY ")]
             entry = name if line.startswith("ENTRY ") else entry
@@ -242,9 +251,10 @@ def _instructions(computation: str) -> Iterator[tuple[str, str]]:
 def _analysed(program: _Program, entry: str) -> tuple[float, float]:
     """XLA's FLOPs and bytes of the program that begins with computation ``entry``."""
     texts = [f"ENTRY {text}" if n == entry else text for n, text in program.computations.items()]
-    module = xla_client.hlo.hlo_module_from_text("\n\n".join([program.header, *texts]))
+    xla: Any = xla_client
+    module = xla.hlo.hlo_module_from_text("\n\n".join([program.header, *texts]))
     client = jax.local_devices(backend="cpu")[0].client
-    found = xla_client._xla.hlo_module_cost_analysis(client, module)
+    found = xla._xla.hlo_module_cost_analysis(client, module)
     return float(found.get("flops", 0.0)), float(found.get("bytes accessed", 0.0))
 
 

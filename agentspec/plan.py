@@ -32,8 +32,9 @@ from agentspec.costs import Cost
 from agentspec.job import build_job
 from agentspec.model.config import ModelConfig
 from agentspec.model.hf_config import config_from_hf
-from agentspec.plan_programs import Measured, Sampling, Setting, Training, chip_bytes, slice_devices
+from agentspec.plan_programs import Measured, Setting, Training, chip_bytes, slice_devices
 from agentspec.plan_report import Phase, Report, Work, candidates, described, nearest, text
+from agentspec.plan_sampling import Sampling
 from agentspec.progress import say
 from agentspec.settings import MeshSettings, Settings
 
@@ -158,7 +159,10 @@ def _update_work(
     if program.cost is None or adding.cost is None or applying.cost is None:
         return []
     whole: Cost = program.cost.times(n) + adding.cost.times(n - 1) + applying.cost
-    return [Work(program.name, program.cost), Work(f"{name}, at most {n} micro-batches", whole)]
+    return [
+        Work(program.name, program.cost),
+        Work(f"{name}, at most {n} micro-batch{'es' if n > 1 else ''}", whole),
+    ]
 
 
 def _sampled_name(program: Measured, s: Settings, setting: Setting) -> str:

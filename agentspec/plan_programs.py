@@ -24,13 +24,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from agentspec.chips import GIB, Slice
 from agentspec.configuration import ConfigError
 from agentspec.costs import Cost, program_cost
-from agentspec.mesh import LOGICAL_AXES, batch_sharding, make_mesh, param_shardings
+from agentspec.mesh import batch_sharding, make_mesh, param_shardings
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.optim import Optimizer
-from agentspec.rollout.decode import DecodeRows, Programs
-from agentspec.rollout.engine import _PREFILL_ROWS as PREFILL_ROWS
-from agentspec.rollout.engine import MAX_STOP_IDS
 from agentspec.settings import Settings
 from agentspec.tokens.pack import pack
 from agentspec.types import Branch, TreeRow
@@ -70,13 +67,16 @@ class Measured:
     needs_bytes: int | None = None
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Bytes of arguments, results, results in an argument's place, temporaries."""
+        return self.argument_bytes, self.output_bytes, self.aliased_bytes, self.temporary_bytes
+
+    @property
     def total_bytes(self) -> int:
         """Arguments, results that are no argument's memory, and temporaries."""
         if self.needs_bytes is not None:
             return self.needs_bytes
-        return (
-            self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
-        )
+        return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
 
 
 def slice_devices(wanted: Slice) -> list[Any]:
@@ -154,11 +154,11 @@ class Training:
             shardings = param_shardings(self.model.logical_axes, self.model.shapes, self.mesh)
         except ValueError as error:
             raise ConfigError(f"config section mesh: {error}") from error
-        self.params = jax.tree.map(_placed, self.model.shapes, shardings)
+        self.params = jax.tree.map(placed, self.model.shapes, shardings)
         o = settings.optim
         optimizer = Optimizer(weight_decay=o.weight_decay, clip_norm=o.clip_norm)
         state = jax.eval_shape(optimizer.init, self.model.shapes)
-        self.state = jax.tree.map(_placed, state, optimizer.shardings(self.model.shapes, shardings))
+        self.state = jax.tree.map(placed, state, optimizer.shardings(self.model.shapes, shardings))
         loss = dataclasses.replace(settings.loss, logits_chunk_tokens=setting.chunk_tokens)
         self.update = make_update(
             self.model,
@@ -170,6 +170,7 @@ class Training:
             mesh=self.mesh,
         )
         self.reference = self.params if loss.kl else None
+        self._measured: dict[Any, Measured] = {}
 
     def gradients(self, name: str, branches: int) -> Measured:
         """The program of one micro-batch whose every row is full: a trunk and ``branches``."""
@@ -184,9 +185,12 @@ class Training:
             for key, array in arrays.items()
         }
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
-        return compiled(
-            name, self.update._grads, self.params, self.reference, batch_args, scalar, scalar
-        )
+        shapes = tuple(array.shape for array in batch_args.values())
+        if shapes not in self._measured:  # branches change the program of hybrid models only
+            self._measured[shapes] = compiled(
+                name, self.update._grads, self.params, self.reference, batch_args, scalar, scalar
+            )
+        return dataclasses.replace(self._measured[shapes], name=name)
 
     def adding(self) -> Measured:
         """The program that adds a micro-batch's gradients to the sum of those before."""
@@ -199,68 +203,6 @@ class Training:
     @property
     def _everywhere(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
-
-
-class Sampling:
-    """The engine's programs on the chips of one host, weights and cache heads cut over them."""
-
-    def __init__(self, settings: Settings, config: ModelConfig, host: Slice) -> None:
-        """Weights are in the compute dtype here: a copy of the trained ones.
-
-        ``host`` is `chips.Slice.host`: nothing can be compiled for a part of a slice.
-        """
-        self.settings = settings
-        config = dataclasses.replace(config, param_dtype=config.dtype, remat="none")
-        devices = slice_devices(host)
-        for ways in (len(devices), 1):  # one chip, where the model does not divide over all
-            self.mesh = make_mesh(tensor=ways, devices=devices[:ways])
-            self.model = LanguageModel(config, mesh=self.mesh)
-            try:
-                where = param_shardings(self.model.logical_axes, self.model.shapes, self.mesh)
-                break
-            except ValueError:
-                if ways == 1:
-                    raise
-        self.params = jax.tree.map(_placed, self.model.shapes, where)
-        e = settings.engine
-        self.programs = Programs(
-            self.model, prefill_chunk=e.prefill_chunk, tokens_per_call=e.tokens_per_call
-        )
-
-    def cache(self, rows: int) -> Any:
-        """The abstract cache of ``rows`` sequences; heads are cut where there are heads."""
-        shapes = jax.eval_shape(
-            lambda: self.model.init_cache(rows, self.settings.engine.cache_tokens)
-        )
-        ways = self.mesh.shape["tensor"]
-
-        def placed(leaf: Any) -> Any:
-            cut = leaf.ndim == 4 and leaf.shape[1] % ways == 0
-            spec = PartitionSpec(None, LOGICAL_AXES["kv_heads"]) if cut else PartitionSpec()
-            return _placed(leaf, NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(placed, shapes)
-
-    def prefilling(self, rows: int) -> Measured:
-        """Prefill of a pool of ``rows``; its cost is one chunk of all rows of a call."""
-        e = self.settings.engine
-        width = min(PREFILL_ROWS, rows)
-        length = -(-e.cache_tokens // e.prefill_chunk) * e.prefill_chunk
-        ints = self._array((width,), jnp.int32)
-        ids = self._array((width, length), jnp.int32)
-        run = self.programs.prefill
-        return compiled("prefill", run, self.params, self.cache(rows), ints, ids, ints, ints)
-
-    def decoding(self, name: str, rows: int) -> Measured:
-        """Decode of a pool of ``rows``; its cost is one token in every row."""
-        ints, floats = self._array((rows,), jnp.int32), self._array((rows,), jnp.float32)
-        seeds, stop = self._array((rows,), jnp.uint32), self._array((rows, MAX_STOP_IDS), jnp.int32)
-        asked = DecodeRows(ints, ints, ints, seeds, floats, stop)
-        return compiled(name, self.programs.decode, self.params, self.cache(rows), asked)
-
-    def _array(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
 
 def full_row(settings: Settings, branches: int) -> TreeRow:
@@ -276,8 +218,11 @@ def full_row(settings: Settings, branches: int) -> TreeRow:
     def tokens(n: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
         return (1,) * n, (0,) + (1,) * (n - 1), (0.0,) * n
 
-    return TreeRow(*tokens(trunk), branches=tuple(Branch(trunk, *tokens(n)) for _ in range(branches)))
+    return TreeRow(
+        *tokens(trunk), branches=tuple(Branch(trunk, *tokens(n)) for _ in range(branches))
+    )
 
 
-def _placed(leaf: Any, sharding: Any) -> Any:
+def placed(leaf: Any, sharding: Any) -> Any:
+    """The abstract array of leaf's shape and dtype that lies as ``sharding`` says."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -79,7 +79,7 @@ class Report:
 
 def text(report: Report) -> str:
     """The report as it is printed."""
-    setting, chip = report.setting, report.setting.slice.chip
+    chip = report.setting.slice.chip
     out = [report.title, f"{chip.name}: {chip.page}", "", "On each chip, GiB"]
     out += [f"  {name:<44}{n / GIB:>9.3f}" for name, n in report.parts.items()]
     out += ["", f"{'Phase, GiB on each chip':<34}{'given':>8}{'results':>9}{'temporary':>11}"]
@@ -90,13 +90,18 @@ def text(report: Report) -> str:
         if p.needs_bytes is not None:
             cells = f"{'too large to compile':>28}{beside / GIB:>8.2f}"
         else:
-            cells = "".join(f"{n / GIB:>{w}.2f}" for n, w in zip(numbers, (8, 9, 11, 8), strict=True))
+            cells = "".join(
+                f"{n / GIB:>{w}.2f}" for n, w in zip(numbers, (8, 9, 11, 8), strict=True)
+            )
         fits = "fits" if phase.peak_bytes <= report.usable_bytes else "DOES NOT FIT"
         out.append(f"  {p.name:<32}{cells}{phase.peak_bytes / GIB:>9.2f}   {fits}")
         if phase.beside:
             names = ", ".join(f"{name} {n / GIB:.2f}" for name, n in phase.beside.items())
             out.append(f"    beside it: {names}")
-    out += ["", f"{'Work of each chip':<46}{'TFLOP':>9}{'GB':>9}{'s, arithmetic':>15}{'s, memory':>11}"]
+    out += [
+        "",
+        f"{'Work of each chip':<46}{'TFLOP':>9}{'GB':>9}{'s, arithmetic':>15}{'s, memory':>11}",
+    ]
     for work in report.work:
         seconds = work.seconds(chip)
         out.append(
@@ -108,8 +113,8 @@ def text(report: Report) -> str:
         f"({chip.peak_flops_per_s / 1e12:.0f} TFLOP/s, bfloat16): a bound, not an estimate.",
         "  GB: all that instructions read and write as XLA counts it, on-chip buffers among it; at "
         f"{chip.hbm_bytes_per_s / 1e9:.0f} GB/s.",
-        "  Attention kernels count by formula, as if each row were one sequence. Chips' exchange is "
-        "not counted.",
+        "  Attention kernels count by formula, as if each row were one sequence; "
+        "what chips send each other is not counted.",
     ]
     unknown = sorted({k for work in report.work for k in work.cost.unknown_kernels})
     if unknown:
@@ -137,15 +142,19 @@ def candidates(first: Setting, tensor_limit: int) -> Iterator[Setting]:
     fewest = max(1, data * fsdp // hosts)
     if fewest < first.rows:
         lean = dataclasses.replace(lean, rows=fewest)
-    half = tuple(max(1, n // 2) for n in first.engine_rows)
+    half = (max(1, first.engine_rows[0] // 2), max(2, first.engine_rows[1] // 2))
     single = [dataclasses.replace(first, remat=remat) for remat in REMAT[rank + 1 :]]
     single.append(dataclasses.replace(first, chunk_tokens=lean.chunk_tokens))
     single.append(dataclasses.replace(first, rows=lean.rows))
     single.append(dataclasses.replace(first, engine_rows=half))
-    lean = dataclasses.replace(lean)
     together = [lean, dataclasses.replace(lean, engine_rows=half)]
     seen = {first}
-    for setting in (*single, *together, *_on_slices(lean, tensor_limit), *_on_slices(together[1], tensor_limit)):
+    for setting in (
+        *single,
+        *together,
+        *_on_slices(lean, tensor_limit),
+        *_on_slices(together[1], tensor_limit),
+    ):
         if setting not in seen:
             seen.add(setting)
             yield setting

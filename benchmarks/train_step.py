@@ -8,6 +8,10 @@ steps; they take turns, and each pair of steps gives one ratio. Both start from 
 (ours, written as a Hugging Face folder) and must report the same loss, at the first step and at the
 last. torch runs transformers' own way with packed rows (positions that restart, sdpa with the mask
 made from them) and its fused AdamW. Ratios above 1 mean that ours is faster; the last line is JSON.
+
+The machine must be idle: torch's threads wait for each other at every product, so that a busy core
+slows it far more than it slows ours. The JSON has the load before the run and each side's CPU time
+for judging that. GLIBC_TUNABLES=glibc.malloc.hugetlb=1 (as in launch/) holds for both sides.
 """
 
 from __future__ import annotations
@@ -73,10 +77,9 @@ def batch_of(config: ModelConfig) -> PackedBatch:
     draw = np.random.default_rng(0)
     rows = [
         TreeRow(
-            ids=draw.integers(config.vocab_size, size=n).tolist(),
-            mask=[0] + [1] * (n - 1),
-            logps=[0.0] * n,
-            advantage=0.0,
+            ids=tuple(draw.integers(config.vocab_size, size=n).tolist()),
+            mask=(0,) + (1,) * (n - 1),
+            logps=(0.0,) * n,
         )
         for n in LENGTHS
     ]
@@ -114,7 +117,9 @@ def theirs(config: ModelConfig, folder: Path) -> Callable[[], float]:
     """The same step by torch and transformers, from the weights in ``folder``."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.set_num_threads(os.cpu_count() or 1)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
@@ -147,9 +152,9 @@ def work(
     step = side(CONFIGS[name], folder)
     pipe.send(None)
     while pipe.recv() is not None:
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         loss = step()
-        pipe.send((time.perf_counter() - start_s, loss))
+        pipe.send((time.perf_counter() - start_s, time.process_time() - start_cpu_s, loss))
 
 
 @contextlib.contextmanager
@@ -174,14 +179,16 @@ def compare(name: str, n_steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         pipes = [stack.enter_context(worker(side, name, Path(folder))) for side in (ours, theirs)]
         seconds: tuple[list[float], list[float]] = ([], [])
+        cpu_seconds: tuple[list[float], list[float]] = ([], [])
         losses: tuple[list[float], list[float]] = ([], [])
         for pair in range(WARM_UP_STEPS + n_steps):
             for side in (0, 1) if pair % 2 == 0 else (1, 0):
                 pipes[side].send("step")
-                taken_s, loss = pipes[side].recv()
+                taken_s, cpu_s, loss = pipes[side].recv()
                 losses[side].append(loss)
                 if pair >= WARM_UP_STEPS:
                     seconds[side].append(taken_s)
+                    cpu_seconds[side].append(cpu_s)
     for which, most in FIRST_AND_LAST_GAP.items():
         a, b = losses[0][which], losses[1][which]
         if abs(a - b) >= most:
@@ -190,6 +197,8 @@ def compare(name: str, n_steps: int) -> dict[str, Any]:
     return {
         "ours_s": statistics.median(seconds[0]),
         "torch_s": statistics.median(seconds[1]),
+        "ours_cpu_s": statistics.median(cpu_seconds[0]),
+        "torch_cpu_s": statistics.median(cpu_seconds[1]),
         "ratio": statistics.median(ratios),
         "ratio_min": ratios[0],
         "ratio_max": ratios[-1],
@@ -202,10 +211,16 @@ def main(argv: Sequence[str]) -> None:
     """Entry point."""
     del argv
     versions = {name: version(name) for name in ("jax", "torch", "transformers")}
-    print(f"{os.cpu_count()} cores, {platform.machine()}, float32, {ROWS} x {ROW_TOKENS} tokens; ")
+    print(f"{os.cpu_count()} cores, {platform.machine()}, float32, {ROWS} x {ROW_TOKENS} tokens")
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
     print(f"{'shape':6}{'ours s':>10}{'torch s':>10}{'torch/ours':>12}{'min':>8}{'max':>8}")
-    report: dict[str, Any] = {"steps": _STEPS.value, "cores": os.cpu_count(), **versions}
+    report: dict[str, Any] = {
+        "steps": _STEPS.value,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "malloc": os.environ.get("GLIBC_TUNABLES", ""),
+        **versions,
+    }
     for name in [_ONLY.value] if _ONLY.value else list(CONFIGS):
         row = compare(name, _STEPS.value)
         print(

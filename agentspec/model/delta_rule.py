@@ -8,7 +8,8 @@ holds under its key towards its value by the share beta, then reads S with its q
 Source: Yang et al. 2024, "Gated Delta Networks" (alpha is exp(decay) here), the chunked form its
 section 3.3. Pure functions in float32. Dimension letters: I chunks of C tokens; N branches; H value
 heads (keys and queries are repeated to them). Decays are <= 0 and only sums of decays are
-exponentiated, so nothing overflows, in the masked places either.
+exponentiated, so nothing overflows, in the masked places either. Products run in JAX's ambient
+matmul precision: set it above the accelerators' default, whose errors the inverse builds up.
 """
 
 from __future__ import annotations
@@ -84,24 +85,23 @@ def chunked(
     from_start = since[..., :, 0] + decay[..., :1]
     fade = jnp.where(sees_IBHCC, jnp.exp(since), 0)
     k_beta = k * beta[..., None]
-    inverse = _inverse(jnp.tril(_product(k_beta, k.mT) * fade, -1))
+    inverse = _inverse(jnp.tril(jnp.matmul(k_beta, k.mT) * fade, -1))
     read_fade = jnp.where(reads_IBHC, jnp.exp(from_start), 0)[..., None]
-    wanted = _product(inverse, v * beta[..., None])  # the changes, were the carried state zero
-    held = _product(inverse, k_beta * read_fade)  # what of the carried state they take back
+    wanted = jnp.matmul(inverse, v * beta[..., None])  # the changes, were the carried state zero
+    held = jnp.matmul(inverse, k_beta * read_fade)  # what of the carried state they take back
     writes = k * jnp.where(writes_IBHC, jnp.exp(since[..., -1, :]), 0)[..., None]
     lasts = read_fade[..., -1:, :]  # the last token reads the state that lasts through the chunk
 
     def one(state_BHXY, chunk_inputs):
         wanted, held, writes, lasts = chunk_inputs
-        changes = wanted - _product(held, state_BHXY)
-        return state_BHXY * lasts + _product(writes.mT, changes), (state_BHXY, changes)
+        changes = wanted - jnp.matmul(held, state_BHXY)
+        return state_BHXY * lasts + jnp.matmul(writes.mT, changes), (state_BHXY, changes)
 
-    if state_BHXY is None:
-        state_BHXY = jnp.zeros((B, H, X, v.shape[-1]), jnp.float32)
-    state_BHXY, (states, changes) = jax.lax.scan(one, state_BHXY, (wanted, held, writes, lasts))
-    out = _product(q * read_fade, states) + _product(_product(q, k.mT) * fade, changes)
+    first = jnp.zeros((B, H, X, v.shape[-1])) if state_BHXY is None else state_BHXY
+    last, (states, changes) = jax.lax.scan(one, first, (wanted, held, writes, lasts))
+    out = jnp.matmul(q * read_fade, states) + jnp.matmul(jnp.matmul(q, k.mT) * fade, changes)
     out_BTHY = out.transpose(1, 0, 3, 2, 4).reshape(B, -1, H, v.shape[-1])[:, :T]
-    return out_BTHY, state_BHXY, Trace(states, changes, k, decay)
+    return out_BTHY, last, Trace(states, changes, k, decay)
 
 
 def states_at(trace: Trace, starts_BN: jax.Array, cuts_BN: jax.Array) -> jax.Array:
@@ -122,7 +122,7 @@ def states_at(trace: Trace, starts_BN: jax.Array, cuts_BN: jax.Array) -> jax.Arr
     carried = (chunks_BN * C > starts_BN)[..., None]  # else the chunk's state is another segment's
     lasts = jnp.where(carried, jnp.exp(to_cut[..., 0]), 0)[..., None, None]
     writes = k * jnp.where(seen_BNHC, jnp.exp(after), 0)[..., None]
-    return states * lasts + _product(writes.mT, changes)
+    return states * lasts + jnp.matmul(writes.mT, changes)
 
 
 def _cut(array: jax.Array, C: int) -> jax.Array:
@@ -141,7 +141,7 @@ def _decay_between(decay: jax.Array) -> jax.Array:
     """
     C = decay.shape[-1]
     ones = jnp.tri(C, dtype=decay.dtype)
-    return _product(ones, decay[..., :, None] * jnp.tri(C, k=-1, dtype=decay.dtype))
+    return jnp.matmul(ones, decay[..., :, None] * jnp.tri(C, k=-1, dtype=decay.dtype))
 
 
 def _inverse(lower: jax.Array) -> jax.Array:
@@ -159,13 +159,8 @@ def _inverse(lower: jax.Array) -> jax.Array:
     def join(level: jax.Array, inverse: jax.Array) -> jax.Array:
         block = index >> level  # of size 2 ** level
         below = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
-        return inverse - _product(_product(inverse, jnp.where(below, fixed, 0)), inverse)
+        return inverse - jnp.matmul(jnp.matmul(inverse, jnp.where(below, fixed, 0)), inverse)
 
     one = jnp.eye(C, dtype=lower.dtype)
     inverse = jax.lax.fori_loop(0, (C - 1).bit_length(), join, jnp.broadcast_to(one, lower.shape))
-    return inverse + _product(inverse, one - inverse - _product(lower, inverse))
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Full float32, on accelerators too: errors of the inverse and the state would build up."""
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return inverse + jnp.matmul(inverse, one - inverse - jnp.matmul(lower, inverse))

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from agentspec.model.attention import Layout
+from agentspec.model.branch_rows import Branches, before_cuts, find_branches, join, put, take
 from agentspec.model.config import ModelConfig
-from agentspec.model.delta_rule import Tokens, chunked, states_at, step
+from agentspec.model.delta_rule import Tokens, Trace, chunked, states_at, step
 from agentspec.model.parameters import cast, param
 
 _NORM_EPS = 1e-6  # of queries and keys; fixed in Hugging Face's code too
@@ -88,6 +89,9 @@ class DeltaNet(nnx.Module):
         out_std = (H * Y * 2 * config.n_layers) ** -0.5
         self.out = param(config, rngs, ("width", *values), (D, H, Y), out_std)
         self.chunk = config.chunk
+        # Of the rule's float32 products on accelerators. Three passes (16 bits) are finer than
+        # bfloat16 inputs, and compile and run about twice as fast as float32's six.
+        self.precision = "highest" if config.dtype == "float32" else "high"
 
     def __call__(self, x_BTD: jax.Array, layout: Layout) -> jax.Array:
         """Returns [B, T, D] of a full forward pass over packed rows.
@@ -95,34 +99,36 @@ class DeltaNet(nnx.Module):
         Raises:
             ValueError: for branches without ``layout.branches_BNJ``, which says where they lie.
         """
-        segments, branches = layout.segment_ids_BT, layout.branch_ids_BT
-        if branches is not None and layout.branches_BNJ is None:
-            raise ValueError(
-                "linear attention got branch_ids_BT without branches_BNJ (the row indices of each "
-                "branch's tokens, [B, N, J], -1 where there are none); give both or neither"
-            )
-        streams, (decay_BTH, beta_BTH) = self._streams(x_BTD), self._gates(x_BTD)
+        segments, branches = layout.segment_ids_BT, find_branches(layout)
+        streams, gates = self._streams(x_BTD), self._gates(x_BTD)
         lead = self.conv_q.shape[-1] - 1
         own_BTW = None if segments is None else _own_inputs(segments, lead)
         padded = [jnp.pad(x, ((0, 0), (lead, 0), (0, 0), (0, 0))) for x in streams]
-        tokens = Tokens(*self._convolve(padded, own_BTW), decay_BTH, beta_BTH)
-        trunk = tokens if branches is None else tokens.only(branches == 0)
-        out_BTHY, _, trace = chunked(trunk, self.chunk, segments)
-
-        if branches is not None and layout.branches_BNJ.size:
-            index_BNJ = layout.branches_BNJ
-            starts_BN, cuts_BN = _cuts(layout)
-            before = cuts_BN[..., None] + jnp.arange(-lead, 0)
-            before = jnp.where(before >= starts_BN[..., None], before, -1)
-            with_lead = jnp.concatenate([before, index_BNJ], axis=-1)
-            convolved = self._convolve([_take(x, with_lead) for x in streams])
-            gates = _take(decay_BTH, index_BNJ), _take(beta_BTH, index_BNJ)
-            states = states_at(trace, starts_BN, cuts_BN)
-            branch_out, _, _ = chunked(
-                Tokens(*convolved, *gates), self.chunk, state_BHXY=_join(states)
-            )
-            out_BTHY = _put(out_BTHY, index_BNJ, branch_out)
+        tokens = Tokens(*self._convolve(padded, own_BTW), *gates)
+        if branches is not None:
+            tokens = tokens.only(branches.trunk_BT)
+        with jax.default_matmul_precision(self.precision):
+            out_BTHY, _, trace = chunked(tokens, self.chunk, segments)
+        if branches is not None:
+            branch_out = self._branches(streams, gates, branches, trace)
+            out_BTHY = put(out_BTHY, branches.index_BNJ, branch_out)
         return self._output(x_BTD, out_BTHY)
+
+    def _branches(
+        self,
+        streams: Streams,
+        gates: tuple[jax.Array, jax.Array],
+        branches: Branches,
+        trace: Trace,
+    ) -> jax.Array:
+        """Returns [B*N, J, H, Y]: the rule's results for the branches, each on from its cut."""
+        lead_BNW = before_cuts(branches, self.conv_q.shape[-1] - 1)
+        index_BNJ = jnp.concatenate([lead_BNW, branches.index_BNJ], axis=-1)
+        convolved = self._convolve([take(x, index_BNJ) for x in streams])
+        tokens = Tokens(*convolved, *(take(x, branches.index_BNJ) for x in gates))
+        with jax.default_matmul_precision(self.precision):
+            states = states_at(trace, branches.starts_BN, branches.cuts_BN)
+            return chunked(tokens, self.chunk, state_BHXY=join(states))[0]
 
     def cached(
         self, x_RTD: jax.Array, cache: DeltaCache, start_R: jax.Array, valid_R: jax.Array
@@ -143,7 +149,8 @@ class DeltaNet(nnx.Module):
         if T == 1:
             out_RTHY, state = step(state, tokens)
         else:
-            out_RTHY, state, _ = chunked(tokens, self.chunk, state_BHXY=state)
+            with jax.default_matmul_precision(self.precision):
+                out_RTHY, state, _ = chunked(tokens, self.chunk, state_BHXY=state)
         last = valid_R[:, None] + jnp.arange(conv_RWC.shape[1])
         conv_RWC = jnp.take_along_axis(joined, last[..., None], axis=1)
         any_R = (valid_R > 0)[:, None, None]
@@ -241,38 +248,3 @@ def _own_inputs(segment_ids_BT: jax.Array, lead: int) -> jax.Array:
     padded = jnp.pad(segment_ids_BT, ((0, 0), (lead, 0)), constant_values=-1)
     shifted = [padded[:, w : w + T] == segment_ids_BT for w in range(lead + 1)]
     return jnp.stack(shifted, axis=-1)
-
-
-def _cuts(layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Returns row indices [B, N]: where each branch's tree starts, and the end of what it sees."""
-    T = layout.positions_BT.shape[1]
-    starts_BT = jnp.zeros_like(layout.positions_BT)
-    if layout.segment_ids_BT is not None:
-        segments = layout.segment_ids_BT
-        changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-        starts_BT = jax.lax.cummax(jnp.where(changes, jnp.arange(T), 0), axis=1)
-    first_BN = layout.branches_BNJ[..., 0]
-    there = first_BN >= 0
-    starts_BN = jnp.take_along_axis(starts_BT, jnp.maximum(first_BN, 0), axis=1)
-    cuts_BN = starts_BN + jnp.take_along_axis(layout.cuts_BT, jnp.maximum(first_BN, 0), axis=1)
-    return jnp.where(there, starts_BN, 0), jnp.where(there, cuts_BN, 0)
-
-
-def _take(x_BT: jax.Array, index_BNJ: jax.Array) -> jax.Array:
-    """Returns [B*N, J, ...]: the row's entries at ``index_BNJ``, zeros where it is -1."""
-    taken = jax.vmap(lambda x_T, index_NJ: x_T[jnp.maximum(index_NJ, 0)])(x_BT, index_BNJ)
-    there = (index_BNJ >= 0).reshape(*index_BNJ.shape, *(1,) * (x_BT.ndim - 2))
-    return _join(jnp.where(there, taken, 0))
-
-
-def _put(x_BTHY: jax.Array, index_BNJ: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns the row with the branches' results [B*N, J, H, Y] at ``index_BNJ``."""
-    B, T = x_BTHY.shape[:2]
-    where = jnp.where(index_BNJ >= 0, index_BNJ, T).reshape(B, -1)
-    put = jax.vmap(lambda x_T, index, new: x_T.at[index].set(new, mode="drop"))
-    return put(x_BTHY, where, new.reshape(B, -1, *new.shape[2:]))
-
-
-def _join(x_BN: jax.Array) -> jax.Array:
-    """Returns [B*N, ...] of [B, N, ...]."""
-    return x_BN.reshape(-1, *x_BN.shape[2:])

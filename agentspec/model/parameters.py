@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from agentspec.model.config import ModelConfig
 
-Weight = nnx.Param[jax.Array]
+Weight: TypeAlias = nnx.Param[jax.Array]
 
 
 def param(

@@ -113,7 +113,8 @@ def read_header(file: Path) -> dict[str, Stored]:
         ValueError: naming a file that is damaged, and tensors of a dtype that is not read.
     """
     try:
-        safe_open(file, framework="np").__exit__(None, None, None)  # checks header and length
+        with safe_open(file, framework="np"):
+            pass  # checks header and length
     except SafetensorError as error:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
     with file.open("rb") as opened:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from agentspec.mesh import BATCH_AXES
+from agentspec.mesh import BATCH_AXES, LOGICAL_AXES
 from agentspec.model import attention
 from agentspec.model.cache import Cache, LayerCache, cache_length, cache_specs, init_cache, slots
 from agentspec.model.config import ModelConfig
@@ -160,7 +160,10 @@ class LanguageModel:
             layout,
         )
         ends = self.ends(params)
-        x_BTD = self._place(ends.embed(ids_BT))
+        x_BTD = ends.embed(ids_BT)
+        if self.mesh is not None:  # first as the table is cut, then by rows: one exchange
+            x_BTD = self._constrain(x_BTD, BATCH_AXES[0], None, LOGICAL_AXES["width"])
+        x_BTD = self._place(x_BTD)
         if self.config.scan:
 
             def block(x_BTD: jax.Array, layers: Params) -> tuple[jax.Array, None]:
@@ -264,10 +267,13 @@ class LanguageModel:
         return run(x_BTD, layer_params)
 
     def _place(self, x_BTD: jax.Array) -> jax.Array:
-        if self.mesh is None:
-            return x_BTD
-        over = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
-        return jax.lax.with_sharding_constraint(x_BTD, over)
+        """The same by rows over the mesh's batch axes."""
+        return x_BTD if self.mesh is None else self._constrain(x_BTD, BATCH_AXES)
+
+    def _constrain(self, x: jax.Array, *axes: Any) -> jax.Array:
+        assert self.mesh is not None
+        where = NamedSharding(self.mesh, PartitionSpec(*axes))
+        return jax.lax.with_sharding_constraint(x, where)
 
 
 def _axes(module: nnx.Module) -> Params:

@@ -144,9 +144,7 @@ def _with_branches(batches: list[PackedBatch]) -> list[PackedBatch]:
     rows = [row for batch in found for row in batch]
     most = max((len(row) for row in rows), default=0)
     longest = max((len(branch) for row in rows for branch in row), default=0)
-    if not most:
-        return batches
-    shape = (1 << (most - 1).bit_length(), -(-longest // 32) * 32)
+    shape = (1 << (most - 1).bit_length() if most else 0, -(-longest // 32) * 32)
     filled = []
     for batch, batch_rows in zip(batches, found, strict=True):
         table = np.full((batch.shape[0], *shape), -1, np.int32)

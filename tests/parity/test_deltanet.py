@@ -5,6 +5,7 @@ Shapes are tiny and random; torch's own chunked and token-by-token code are both
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import jax
@@ -164,6 +165,23 @@ def test_decoding_matches_transformers_cache(hf_layer):
         ours.append(out)
     close(np.concatenate(ours, axis=1), torch.cat(theirs, axis=1).numpy())
     close(cache.state_RHXY, hf_cache.get_recurrent_state(0, state_idx=0).numpy())
+
+
+def test_bfloat16_is_as_exact_as_transformers(hf_layer):
+    """Mean error against float32: torch rounds the convolution's results, we do not."""
+    x = inputs(70)
+    with torch.no_grad():
+        exact = hf_layer(torch.tensor(x)).numpy()
+        rounded = copy.deepcopy(hf_layer).to(torch.bfloat16)(torch.tensor(x).to(torch.bfloat16))
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", param_dtype="float32")
+    ours = jax.jit(lambda params, x: module(params, config)(x, plain(x)))(
+        to_ours(hf_layer.state_dict()), jnp.asarray(x, jnp.bfloat16)
+    )
+    assert ours.dtype == jnp.bfloat16
+    their_error = np.abs(rounded.float().numpy() - exact).mean()
+    our_error = np.abs(np.asarray(ours, np.float32) - exact).mean()
+    print(f"mean error in bfloat16: ours {our_error:.2e}, transformers' {their_error:.2e}")
+    assert our_error <= their_error
 
 
 def test_gated_norm_takes_its_weight_plain(hf_layer):

@@ -29,7 +29,8 @@ LAYERS = (
     ("job",),
     ("collect", "scoring", "stage"),
     ("imitate",),
-    ("entry", "train", "evaluate", "report", "report_data", "report_charts", "report_page"),
+    ("chips", "costs", "plan_programs", "plan_sampling", "plan_report"),
+    ("entry", "train", "evaluate", "export", "plan", "report", "report_data", "report_charts", "report_page"),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 NO_JAX = ("types", "settings", "configuration", "rewards", "tasks", "envs")
