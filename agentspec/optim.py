@@ -71,7 +71,9 @@ class Optimizer:
         ``shapes`` and ``params``: trees of the parameters' shapes and shardings.
         """
         one = jax.tree.leaves(params)[0]
-        whole = NamedSharding(one.mesh, PartitionSpec()) if isinstance(one, NamedSharding) else one
+        whole: Any = (
+            NamedSharding(one.mesh, PartitionSpec()) if isinstance(one, NamedSharding) else one
+        )
         opt_state = optax.tree_utils.tree_map_params(
             self.transform,
             lambda _, where: where,
@@ -79,7 +81,7 @@ class Optimizer:
             params,
             transform_non_params=lambda _: whole,
         )
-        return TrainState(params, opt_state, whole)
+        return TrainState(params, opt_state, step=whole)
 
     def step(self, state: TrainState, grads: Any) -> tuple[TrainState, jax.Array]:
         """The next state and the learning rate used; ``step`` and the count both rise by 1."""

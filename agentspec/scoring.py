@@ -21,7 +21,10 @@ Numbers = dict[str, float]
 
 
 def agent_rows(job: Job, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TreeRow], Numbers]:
-    """Rows of an agent update: one trajectory each, weighted by its group advantage."""
+    """Rows of an agent update: each group's shared prompt as a trunk, its members as branches.
+
+    A member's tokens are weighted by its group advantage.
+    """
     penalty = job.settings.reward.repeat_penalty
     rewards_NG = np.array(
         [
@@ -31,10 +34,10 @@ def agent_rows(job: Job, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[T
     )
     advantages_NG = np.asarray(group_advantages(rewards_NG))
     rows = [
-        TreeRow(tuple(t.ids), tuple(t.mask), tuple(t.logps), float(advantage))
+        row
         for group, advantages in zip(groups, advantages_NG, strict=True)
-        for t, advantage in zip(group, advantages, strict=True)
         if not (job.settings.loss.drop_uniform_groups and not advantages.any())
+        for row in _group_rows(group, advantages, job.settings.pack.row_tokens)
     ]
     flat = [t for group in groups for t in group]
     numbers = episode_numbers(job, flat) | {
@@ -176,6 +179,31 @@ def _reward(
         abstained = not broken and r.no_call_turns == "reward"
         return r.abstain_on_call if abstained else 0.0
     return call_reward(call, target, argument_keys=r.argument_keys, spec=specs.get(target.name))
+
+
+def _group_rows(
+    group: Sequence[Trajectory], advantages_G: np.ndarray, row_tokens: int
+) -> list[TreeRow]:
+    """The group's members on the prompt they share; without one, each in a row of its own.
+
+    The prompt's last token stands in every branch, since it predicts the member's first.
+    """
+    first = group[0]
+    shared = min(t.mask.index(1) if 1 in t.mask else len(t.mask) for t in group)
+    while any(t.ids[:shared] != first.ids[:shared] for t in group):
+        shared -= 1
+    cut = shared - 1
+    if cut < 1:
+        return [
+            TreeRow(tuple(t.ids), tuple(t.mask), tuple(t.logps), float(advantage))
+            for t, advantage in zip(group, advantages_G, strict=True)
+        ]
+    branches = [
+        Branch(cut, tuple(t.ids[cut:]), tuple(t.mask[cut:]), tuple(t.logps[cut:]), float(advantage))
+        for t, advantage in zip(group, advantages_G, strict=True)
+    ]
+    prompt = TreeRow(tuple(first.ids[:cut]), (0,) * cut, (0.0,) * cut)
+    return _attach(prompt, branches, row_tokens)
 
 
 def _attach(trunk: TreeRow, branches: Sequence[Branch], row_tokens: int) -> list[TreeRow]:

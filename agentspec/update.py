@@ -232,8 +232,8 @@ def make_update(
     temperature; 0 stands for log-probs at 1. ``max_tokens`` serves ``constant_length``.
     ``reference_params`` (copied) serve the KL term. ``mesh``: weights lie on it as `mesh` says,
     rows of a batch are cut over it, gradients lie like the weights. ``model`` is a
-    `model.transformer.LanguageModel` (``hidden``, ``unembed``; on that mesh). Raises ValueError, naming the key, for settings that do not
-    go together.
+    `model.transformer.LanguageModel` (``hidden``, ``unembed``; on that mesh). Raises ValueError,
+    naming the key, for settings that do not go together.
     """
     if kind not in ("policy", "sft"):
         raise ValueError(f"kind of update must be policy or sft, got {kind!r}")

@@ -43,11 +43,12 @@ def init_cache(config: ModelConfig, rows: int, length: int) -> Cache:
     return tuple(one(kind) for kind in config.kinds)
 
 
-def cache_specs(config: ModelConfig) -> Cache:
+def cache_specs(config: ModelConfig) -> Any:
     """Returns how each array of the cache is cut over a mesh: by heads, over ``tensor``."""
-    by_heads, whole = PartitionSpec(None, LOGICAL_AXES["kv_heads"]), PartitionSpec()
+    by_heads: Any = PartitionSpec(None, LOGICAL_AXES["kv_heads"])
+    whole: Any = PartitionSpec()
 
-    def one(kind: str) -> Any:
+    def one(kind: str) -> LayerCache | DeltaCache:
         return DeltaCache(whole, by_heads) if kind == "linear" else LayerCache(by_heads, by_heads)
 
     return tuple(one(kind) for kind in config.kinds)

@@ -14,6 +14,7 @@ comments), W kernel; N branches of J tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,11 @@ from agentspec.model.parameters import cast, param
 
 _NORM_EPS = 1e-6  # of queries and keys; fixed in Hugging Face's code too
 
+# In rows beyond LONG_TOKENS the rule's float32 arrays, of which there are some thirty as large as
+# the values, exist for KEY_HEADS key heads (and their value heads) at a time, also backward.
+LONG_TOKENS = 4096
+KEY_HEADS = 4
+
 
 class DeltaCache(NamedTuple):
     """One layer's memory of a row: the convolution's last inputs (q, k, v joined), the state."""
@@ -37,6 +43,15 @@ class DeltaCache(NamedTuple):
 
 
 Streams = tuple[jax.Array, jax.Array, jax.Array]  # q, k [B, T, G, X] and v [B, T, H, Y]
+
+
+class _Heads(NamedTuple):
+    """What the mixing of tokens takes of some heads."""
+
+    streams: Streams  # the convolution's inputs, compute dtype
+    kernels: Streams  # [G, X, W], [G, X, W], [H, Y, W]
+    gates: tuple[jax.Array, jax.Array]  # decay, beta: [B, T, H] float32
+    z_BTHY: jax.Array
 
 
 def init_delta_cache(config: ModelConfig, rows: int) -> DeltaCache:
@@ -99,33 +114,43 @@ class DeltaNet(nnx.Module):
         Raises:
             ValueError: for branches without ``layout.branches_BNJ``, which says where they lie.
         """
-        segments, branches = layout.segment_ids_BT, find_branches(layout)
-        streams, gates = self._streams(x_BTD), self._gates(x_BTD)
-        lead = self.conv_q.shape[-1] - 1
+        T, G = x_BTD.shape[1], self.q.shape[0]
+        heads = _Heads(
+            self._streams(x_BTD),
+            (self.conv_q[...], self.conv_k[...], self.conv_v[...]),
+            self._gates(x_BTD),
+            _heads(x_BTD, self.z),
+        )
+        branches = find_branches(layout)
+
+        def some(heads: _Heads) -> jax.Array:
+            return self._mixed(heads, layout, branches)
+
+        if T <= LONG_TOKENS or G % KEY_HEADS or G == KEY_HEADS:
+            return self._project(some(heads), x_BTD)
+        out = jax.lax.map(jax.checkpoint(some), _cut_heads(heads, G // KEY_HEADS))
+        return self._project(_joined_heads(out, KEY_HEADS), x_BTD)
+
+    def _mixed(self, heads: _Heads, layout: Layout, branches: Branches | None) -> jax.Array:
+        """Returns [B, T, H, Y] in the compute dtype: the rule's results, normed and gated."""
+        segments, lead = layout.segment_ids_BT, heads.kernels[0].shape[-1] - 1
         own_BTW = None if segments is None else _own_inputs(segments, lead)
-        padded = [jnp.pad(x, ((0, 0), (lead, 0), (0, 0), (0, 0))) for x in streams]
-        tokens = Tokens(*self._convolve(padded, own_BTW), *gates)
+        padded = [jnp.pad(x, ((0, 0), (lead, 0), (0, 0), (0, 0))) for x in heads.streams]
+        tokens = Tokens(*_convolve(padded, heads.kernels, own_BTW), *heads.gates)
         if branches is not None:
             tokens = tokens.only(branches.trunk_BT)
         with jax.default_matmul_precision(self.precision):
             out_BTHY, _, trace = chunked(tokens, self.chunk, segments)
         if branches is not None:
-            branch_out = self._branches(streams, gates, branches, trace)
-            out_BTHY = put(out_BTHY, branches.index_BNJ, branch_out)
-        return self._output(x_BTD, out_BTHY)
+            out_BTHY = put(out_BTHY, branches.index_BNJ, self._branches(heads, branches, trace))
+        return self.norm(out_BTHY, heads.z_BTHY)
 
-    def _branches(
-        self,
-        streams: Streams,
-        gates: tuple[jax.Array, jax.Array],
-        branches: Branches,
-        trace: Trace,
-    ) -> jax.Array:
+    def _branches(self, heads: _Heads, branches: Branches, trace: Trace) -> jax.Array:
         """Returns [B*N, J, H, Y]: the rule's results for the branches, each on from its cut."""
-        lead_BNW = before_cuts(branches, self.conv_q.shape[-1] - 1)
+        lead_BNW = before_cuts(branches, heads.kernels[0].shape[-1] - 1)
         index_BNJ = jnp.concatenate([lead_BNW, branches.index_BNJ], axis=-1)
-        convolved = self._convolve([take(x, index_BNJ) for x in streams])
-        tokens = Tokens(*convolved, *(take(x, branches.index_BNJ) for x in gates))
+        convolved = _convolve([take(x, index_BNJ) for x in heads.streams], heads.kernels)
+        tokens = Tokens(*convolved, *(take(x, branches.index_BNJ) for x in heads.gates))
         with jax.default_matmul_precision(self.precision):
             states = states_at(trace, branches.starts_BN, branches.cuts_BN)
             return chunked(tokens, self.chunk, state_BHXY=join(states))[0]
@@ -144,7 +169,8 @@ class DeltaNet(nnx.Module):
         state = jnp.where(new_R[..., None], 0, cache.state_RHXY)
         streams = self._streams(x_RTD)
         joined = jnp.concatenate([conv_RWC, _flat(streams)], axis=1)
-        tokens = Tokens(*self._convolve(self._split(joined)), *self._gates(x_RTD))
+        kernels = (self.conv_q[...], self.conv_k[...], self.conv_v[...])
+        tokens = Tokens(*_convolve(self._split(joined), kernels), *self._gates(x_RTD))
         tokens = tokens.only(jnp.arange(T) < valid_R[:, None])
         if T == 1:
             out_RTHY, state = step(state, tokens)
@@ -158,7 +184,7 @@ class DeltaNet(nnx.Module):
             jnp.where(any_R, conv_RWC, cache.conv_RWC),
             jnp.where(any_R[..., None], state, cache.state_RHXY),
         )
-        return self._output(x_RTD, out_RTHY), cache
+        return self._project(self.norm(out_RTHY, _heads(x_RTD, self.z)), x_RTD), cache
 
     def _streams(self, x_BTD: jax.Array) -> Streams:
         """Returns the convolution's inputs, in x's dtype."""
@@ -173,27 +199,10 @@ class DeltaNet(nnx.Module):
         rate = jnp.exp(self.A_log[...].astype(jnp.float32))
         return -rate * jax.nn.softplus(a + self.dt_bias[...]), jax.nn.sigmoid(b)
 
-    def _convolve(
-        self, streams: list[jax.Array], own_BTW: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns float32 q, k [B, T, H, X] (of length 1/sqrt(X) and 1) and v [B, T, H, Y].
-
-        Each stream starts with the W-1 inputs before its first token.
-        """
-        kernels = (self.conv_q, self.conv_k, self.conv_v)
-        q, k, v = (
-            _causal_conv(x, kernel[...], own_BTW)
-            for x, kernel in zip(streams, kernels, strict=True)
-        )
-        X, repeats = q.shape[-1], v.shape[2] // q.shape[2]
-        q, k = (jnp.repeat(_unit(x), repeats, axis=2) for x in (q, k))
-        return q * X**-0.5, k, v
-
-    def _output(self, x_BTD: jax.Array, out_BTHY: jax.Array) -> jax.Array:
-        """Returns [B, T, D]: the rule's results normed, gated and projected."""
-        gated = self.norm(out_BTHY, _heads(x_BTD, self.z))
+    def _project(self, gated_BTHY: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Returns [B, T, D]: the heads joined and projected."""
         weight_DF = cast(self.out, x_BTD).reshape(x_BTD.shape[-1], -1)
-        return gated.reshape(*x_BTD.shape[:2], -1) @ weight_DF.T
+        return gated_BTHY.reshape(*x_BTD.shape[:2], -1) @ weight_DF.T
 
     def _split(self, joined_BTC: jax.Array) -> list[jax.Array]:
         """Returns the streams of the cache's joined channels."""
@@ -219,6 +228,31 @@ def _heads(x_BTD: jax.Array, weight: nnx.Param[jax.Array]) -> jax.Array:
     return (x_BTD @ cast(weight, x_BTD).reshape(H * E, D).T).reshape(*x_BTD.shape[:2], H, E)
 
 
+def _cut_heads(heads: _Heads, n: int) -> _Heads:
+    """Returns n parts, stacked, of equally many key heads each, with the value heads of these.
+
+    Part i has key heads i, n + i, 2n + i, ...: so each part lies on all devices that the mesh cuts
+    the heads over.
+    """
+    G = heads.kernels[0].shape[0]
+
+    def cut(array: jax.Array, axis: int) -> jax.Array:
+        before, after = array.shape[:axis], array.shape[axis + 1 :]
+        array = jnp.moveaxis(array.reshape(*before, G // n, n, -1, *after), axis + 1, 0)
+        return array.reshape(n, *before, -1, *after)
+
+    kernels = tuple(cut(kernel, 0) for kernel in heads.kernels)
+    streams, gates, z = jax.tree.map(lambda x: cut(x, 2), (heads.streams, heads.gates, heads.z_BTHY))
+    return _Heads(streams, kernels, gates, z)
+
+
+def _joined_heads(parts: jax.Array, key_heads: int) -> jax.Array:
+    """Returns [B, T, H, Y] of the parts' results, [n, B, T, H/n, Y], heads in the model's order."""
+    n, B, T, some, Y = parts.shape
+    parts = parts.reshape(n, B, T, key_heads, some // key_heads, Y)
+    return parts.transpose(1, 2, 3, 0, 4, 5).reshape(B, T, n * some, Y)
+
+
 def _flat(streams: Streams) -> jax.Array:
     """Returns [B, T, C]: the streams' heads one after the other."""
     return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in streams], axis=-1)
@@ -226,6 +260,21 @@ def _flat(streams: Streams) -> jax.Array:
 
 def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _NORM_EPS)
+
+
+def _convolve(
+    streams: Sequence[jax.Array], kernels: Streams, own_BTW: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns float32 q, k [B, T, H, X] (of length 1/sqrt(X) and 1) and v [B, T, H, Y].
+
+    Each stream starts with the W-1 inputs before its first token.
+    """
+    q, k, v = (
+        _causal_conv(x, kernel, own_BTW) for x, kernel in zip(streams, kernels, strict=True)
+    )
+    X, repeats = q.shape[-1], v.shape[2] // q.shape[2]
+    q, k = (jnp.repeat(_unit(x), repeats, axis=2) for x in (q, k))
+    return q * X**-0.5, k, v
 
 
 def _causal_conv(x_BSHE: jax.Array, kernel_HEW: jax.Array, own_BTW: jax.Array | None) -> jax.Array:

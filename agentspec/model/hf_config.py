@@ -286,9 +286,13 @@ def _rope(
         )
     if rope_type == "default":
         return float(theta), None, float(share)
-    return float(theta), Llama3Rope(
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
-    ), float(share)
+    return (
+        float(theta),
+        Llama3Rope(
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+        ),
+        float(share),
+    )

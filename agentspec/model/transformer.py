@@ -152,8 +152,10 @@ class LanguageModel:
             positions_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
         if (branch_ids_BT is None) != (cuts_BT is None):
             raise ValueError("branch_ids_BT and cuts_BT are given together or not at all")
-        given = (positions_BT, segment_ids_BT, branch_ids_BT, cuts_BT, branches_BNJ)
-        layout = attention.Layout(*(None if a is None else jnp.asarray(a) for a in given))
+        given = (segment_ids_BT, branch_ids_BT, cuts_BT, branches_BNJ)
+        layout = attention.Layout(
+            jnp.asarray(positions_BT), *(None if a is None else jnp.asarray(a) for a in given)
+        )
         full = Full(
             rotary(self.config, layout.positions_BT),
             attention.attender(layout, self.attention, self.mesh),
@@ -175,7 +177,7 @@ class LanguageModel:
         else:
             for j in range(self.config.period):
                 x_BTD = self._layer(j, x_BTD, params["layers"][str(j)], full)
-        return ends.norm(x_BTD)
+        return ends.norm(x_BTD if self.mesh is None else self._constrain(x_BTD, BATCH_AXES))
 
     def unembed(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Returns float32 logits [..., V] of hidden states [..., D]."""
@@ -189,8 +191,8 @@ class LanguageModel:
         """Returns an empty cache for ``rows`` sequences of up to ``length`` tokens."""
         if self.mesh is None:
             return init_cache(self.config, rows, length)
-        specs = cache_specs(self.config)
-        where = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        mesh, specs = self.mesh, cache_specs(self.config)
+        where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         return jax.jit(init_cache, static_argnums=(0, 1, 2), out_shardings=where)(
             self.config, rows, length
         )
@@ -267,8 +269,16 @@ class LanguageModel:
         return run(x_BTD, layer_params)
 
     def _place(self, x_BTD: jax.Array) -> jax.Array:
-        """The same by rows over the mesh's batch axes."""
-        return x_BTD if self.mesh is None else self._constrain(x_BTD, BATCH_AXES)
+        """The same by rows over the mesh's batch axes, and by tokens over the axis of heads.
+
+        Between layers nothing mixes tokens, so that what the backward pass keeps, each layer's
+        input, is cut over all devices; within a layer heads are cut instead.
+        """
+        if self.mesh is None:
+            return x_BTD
+        axis = LOGICAL_AXES["heads"]
+        whole = axis is None or x_BTD.shape[1] % self.mesh.shape[axis]
+        return self._constrain(x_BTD, BATCH_AXES, None if whole else axis)
 
     def _constrain(self, x: jax.Array, *axes: Any) -> jax.Array:
         assert self.mesh is not None

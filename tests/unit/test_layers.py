@@ -30,7 +30,8 @@ LAYERS = (
     ("collect", "scoring", "stage"),
     ("imitate",),
     ("chips", "costs", "plan_programs", "plan_sampling", "plan_report"),
-    ("entry", "train", "evaluate", "export", "plan", "report", "report_data", "report_charts", "report_page"),
+    ("entry", "train", "evaluate", "export", "plan"),
+    ("report", "report_data", "report_charts", "report_page"),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 NO_JAX = ("types", "settings", "configuration", "rewards", "tasks", "envs")

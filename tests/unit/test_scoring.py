@@ -105,6 +105,29 @@ def test_uniform_agent_groups_are_dropped_or_kept_without_advantage(drop, n_rows
     assert numbers["reward"] == 0.75 and numbers["success"] == 0.75
 
 
+def test_members_of_an_agent_group_share_their_prompt():
+    """Prompt 7 8 9: a trunk of 7 8, since the 9 predicts each member's first token."""
+    group = [
+        episode([7, 8, 9, 1, 2], [turn(3, RED)], 1.0, [0, 0, 0, 1, 1]),
+        episode([7, 8, 9, 3], [turn(3, RED)], 0.0, [0, 0, 0, 1]),
+    ]
+    (row,), _ = scoring.agent_rows(make_job(), [group])
+    assert row.ids == (7, 8) and row.mask == (0, 0)
+    assert [b.cut for b in row.branches] == [2, 2]
+    assert [b.ids for b in row.branches] == [(9, 1, 2), (9, 3)]
+    assert [b.mask for b in row.branches] == [(0, 1, 1), (0, 1)]
+    assert [b.logps for b in row.branches] == [(0.0, -0.5, -0.5), (0.0, -0.5)]
+    wanted = [0.70710678, -0.70710678]
+    assert [b.advantage for b in row.branches] == pytest.approx(wanted, abs=1e-5)
+    (batch,) = pack([row], 8, 1)
+    assert batch.targets_BT[0][batch.mask_BT[0] == 1].tolist() == [1, 2, 3]
+
+    job = make_job(pack={"row_tokens": 6})  # two trees, the prompt in each
+    rows, _ = scoring.agent_rows(job, [group])
+    assert [row.ids for row in rows] == [(7, 8)] * 2
+    assert [len(row.branches) for row in rows] == [1, 1]
+
+
 def test_numbers_of_a_batch_of_episodes():
     broken = dataclasses.replace(turn(2), problems=("cut",))
     a = episode([1, 2, 3, 4], [turn(1, RED, candidates=[guess(5, RED)]), broken], 1.0, [0, 1, 1, 0])

@@ -83,9 +83,11 @@ def test_b53_qwen3_06b_shapes():
     assert shapes["k"].shape == (8, 128, 1024)
     assert shapes["q_norm"]["weight"].shape == shapes["k_norm"]["weight"].shape == (128,)
     four_b = QWEN3_06B | {"hidden_size": 2560, "num_attention_heads": 32}
-    assert LanguageModel(config_from_hf(four_b)).shapes["layers"]["0"]["attention"][
-        "q"
-    ].shape == (32, 128, 2560)
+    assert LanguageModel(config_from_hf(four_b)).shapes["layers"]["0"]["attention"]["q"].shape == (
+        32,
+        128,
+        2560,
+    )
 
 
 def test_b57_rope_theta_is_read_in_both_forms_and_never_guessed():
