@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -203,8 +202,7 @@ def _job(settings: Settings) -> Job:
 
 def params_of(job: Job, where: str | Path) -> Any:
     """The weights of ``DIR[:step]``, which must be those of the config's model."""
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return restore_params(where, abstract(jax.eval_shape(job.initial_params), here))
+    return restore_params(where, abstract(job.model.shapes, job.param_shardings))
 
 
 def evaluate_run(settings: Settings, workdir: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Tells before renting it whether a job fits a TPU slice, and what a step costs there at least.
 
     python -m agentspec.plan --config=configs/qwen3_4b.py:search --topology=v5e:8x8
-        [--config.mesh.fsdp=64 --config.model.remat=full ...]
+        [--only=train|sample] [--config.mesh.fsdp=64 --config.model.remat=full ...]
 
 Compiles the job's own programs for that slice, without a TPU (``pip install libtpu``, or the extra
 ``tpu``) and without weights: ``model.path`` may name a folder that holds a config.json and nothing
@@ -78,9 +78,9 @@ def first_setting(settings: Settings, wanted: Slice) -> Setting:
 class Planner:
     """Makes reports; programs that two settings share are compiled once."""
 
-    def __init__(self, settings: Settings, config: ModelConfig) -> None:
-        """``config`` as `model_config` gives it."""
-        self.settings, self.config = settings, config
+    def __init__(self, settings: Settings, config: ModelConfig, only: str = "") -> None:
+        """``config`` as `model_config` gives it; ``only`` the phases of ``train`` or ``sample``."""
+        self.settings, self.config, self.only = settings, config, only
         self._sampled = functools.cache(self._sample)
 
     def training(self, setting: Setting) -> Training:
@@ -98,53 +98,61 @@ class Planner:
     def report(self, setting: Setting) -> Report:
         """Compiles everything for the setting. Raises ConfigError for one that cannot be."""
         s, training = self.settings, self.training(setting)
-        micro = {  # rows of a step at most, each a full one, and branches of each
-            "agent update": (s.agent.tasks_per_step * s.agent.group_size, 0),
-            "speculator update": (s.speculator.tasks_per_step, branches_of(s)),
-        }
+        sampling = Sampling(s, self.config, setting.slice.host())
         state, weights = chip_bytes(training.state), chip_bytes(training.params)
-        sampling, programs = self._sampled(setting.slice.host(), setting.engine_rows)
         caches = sum(chip_bytes(sampling.cache(rows)) for rows in setting.engine_rows)
-        copy = chip_bytes(sampling.params)
-        phases, work = [], []
-        adding, applying = training.adding(), training.applying()
-        for name, (rows, branches) in micro.items():
-            n = -(-rows // setting.global_rows)
-            program = self._step(f"{name}, micro-batch", training, branches)
-            beside = {"moments": state - weights, "caches": caches}
-            if n > 1:
-                beside["gradients so far"] = weights
-            phases.append(Phase(program, beside))
-            work += _update_work(name, n, program, adding, applying)
-        phases.append(Phase(applying, {"caches": caches}))
-        for program in programs:
-            held = chip_bytes(sampling.cache(setting.engine_rows[0]))
-            other = caches - held if "speculator" not in program.name else held
-            phases.append(Phase(program, {"weights and moments": state, "other cache": other}))
-        work += [Work(_sampled_name(p, s, setting), p.cost) for p in programs if p.cost]
         parts = {
             f"weights ({self.config.stored_dtype})": weights,
             "optimizer state": state - weights,
             "gradients": weights,
-            f"weights to sample with ({self.config.dtype})": copy,
+            f"weights to sample with ({self.config.dtype})": chip_bytes(sampling.params),
             "caches": caches,
         }
-        rows = sum(setting.engine_rows)
-        ways = int(sampling.mesh.size)
+        phases: list[Phase] = []
+        work: list[Work] = []
+        if self.only != "sample":
+            self._train(training, parts, phases, work)
+        if self.only != "train":
+            for program in self._sampled(setting.slice.host(), setting.engine_rows):
+                held = chip_bytes(sampling.cache(setting.engine_rows[0]))
+                other = caches - held if "speculator" not in program.name else held
+                phases.append(Phase(program, {"weights and moments": state, "other cache": other}))
+                if program.cost:
+                    work.append(Work(_sampled_name(program, s, setting), program.cost))
         title = _title(s, self.config, setting, training)
-        return Report(title, setting, parts, tuple(phases), tuple(work), caches // rows, ways)
+        a_row = caches // sum(setting.engine_rows)
+        ways = int(sampling.mesh.size)
+        return Report(title, setting, parts, tuple(phases), tuple(work), a_row, ways)
 
-    def _step(self, name: str, training: Training, branches: int) -> Measured:
-        say(f"[plan] compiling: {name}")
-        return training.gradients(name, branches)
+    def _train(
+        self, training: Training, parts: dict[str, int], phases: list[Phase], work: list[Work]
+    ) -> None:
+        """Adds the update's phases and what they cost."""
+        s, setting = self.settings, training.setting
+        micro = {  # rows of a step at most, each a full one, and branches of each
+            "agent update": (s.agent.tasks_per_step * s.agent.group_size, 0),
+            "speculator update": (s.speculator.tasks_per_step, branches_of(s)),
+        }
+        moments, caches = parts["optimizer state"], parts["caches"]
+        adding, applying = training.adding(), training.applying()
+        for name, (rows, branches) in micro.items():
+            n = -(-rows // setting.global_rows)
+            say(f"[plan] compiling: {name}")
+            program = training.gradients(f"{name}, micro-batch", branches)
+            beside = {"moments": moments, "caches": caches}
+            if n > 1:
+                beside["gradients so far"] = parts["gradients"]
+            phases.append(Phase(program, beside))
+            work += _update_work(name, n, program, adding, applying)
+        phases.append(Phase(applying, {"caches": caches}))
 
-    def _sample(self, host: Slice, rows: tuple[int, int]) -> tuple[Sampling, list[Measured]]:
+    def _sample(self, host: Slice, rows: tuple[int, int]) -> list[Measured]:
         sampling = Sampling(self.settings, self.config, host)
         say("[plan] compiling: sampling")
         names = ("decode, agent", "decode, speculator")
         programs = [sampling.prefilling(rows[0])]
         programs += [sampling.decoding(name, n) for name, n in zip(names, rows, strict=True) if n]
-        return sampling, programs
+        return programs
 
 
 def branches_of(s: Settings) -> int:
@@ -214,7 +222,7 @@ def main(_: Sequence[str]) -> None:
         wanted = slice_named(given.topology)
     except ValueError as error:
         raise app.UsageError(f"--topology={error}") from error
-    planner = Planner(settings, model_config(settings))
+    planner = Planner(settings, model_config(settings), given.only or "")
     first = first_setting(settings, wanted)
     report = planner.report(first)
     print(text(report))
@@ -227,5 +235,6 @@ def main(_: Sequence[str]) -> None:
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", None, "The experiment's config file.")
     flags.DEFINE_string("topology", None, "The slice to plan for, such as v5e:8x8.")
+    flags.DEFINE_enum("only", None, ["train", "sample"], "Plan these phases alone: sooner done.")
     flags.DEFINE_integer("most_tries", 8, "How many other settings to try if it does not fit.", 0)
     entry.run(main, ["config", "topology"])

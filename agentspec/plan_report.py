@@ -98,15 +98,17 @@ def text(report: Report) -> str:
         if phase.beside:
             names = ", ".join(f"{name} {n / GIB:.2f}" for name, n in phase.beside.items())
             out.append(f"    beside it: {names}")
+    seconds = sum({p.program.sizes: p.program.compile_s for p in report.phases}.values())
     out += [
+        f"  Compiled in {seconds:.0f} s, sums of gradients aside.",
         "",
         f"{'Work of each chip':<46}{'TFLOP':>9}{'GB':>9}{'s, arithmetic':>15}{'s, memory':>11}",
     ]
     for work in report.work:
-        seconds = work.seconds(chip)
+        least = work.seconds(chip)
         out.append(
             f"  {work.name:<44}{work.cost.flops / 1e12:>9.3f}{work.cost.bytes / 1e9:>9.2f}"
-            f"{seconds[0]:>15.4f}{seconds[1]:>11.4f}"
+            f"{least[0]:>15.4f}{least[1]:>11.4f}"
         )
     out += [
         "  No run is faster than its arithmetic at the chip's peak "

@@ -20,8 +20,7 @@ from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.plan_programs import Measured, compiled, placed, slice_devices
 from agentspec.rollout.decode import DecodeRows, Programs
-from agentspec.rollout.engine import _PREFILL_ROWS as PREFILL_ROWS
-from agentspec.rollout.engine import MAX_STOP_IDS
+from agentspec.rollout.engine import MAX_STOP_IDS, PREFILL_ROWS
 from agentspec.settings import Settings
 
 

@@ -242,7 +242,9 @@ def _cut_heads(heads: _Heads, n: int) -> _Heads:
         return array.reshape(n, *before, -1, *after)
 
     kernels = tuple(cut(kernel, 0) for kernel in heads.kernels)
-    streams, gates, z = jax.tree.map(lambda x: cut(x, 2), (heads.streams, heads.gates, heads.z_BTHY))
+    streams, gates, z = jax.tree.map(
+        lambda x: cut(x, 2), (heads.streams, heads.gates, heads.z_BTHY)
+    )
     return _Heads(streams, kernels, gates, z)
 
 
@@ -269,9 +271,7 @@ def _convolve(
 
     Each stream starts with the W-1 inputs before its first token.
     """
-    q, k, v = (
-        _causal_conv(x, kernel, own_BTW) for x, kernel in zip(streams, kernels, strict=True)
-    )
+    q, k, v = (_causal_conv(x, kernel, own_BTW) for x, kernel in zip(streams, kernels, strict=True))
     X, repeats = q.shape[-1], v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(_unit(x), repeats, axis=2) for x in (q, k))
     return q * X**-0.5, k, v

@@ -1,9 +1,9 @@
 """The one decoder: Flax NNX modules, and their functional face used by every other room.
 
 In: token ids [B, T] with positions, segments, branches and cuts (training), or ids with a cache
-(decoding). Out: hidden states [B, T, D], and logits in float32. ``LanguageModel`` splits the modules
-once into static graphs and a plain nested dict of arrays; engine, update and checkpoint pass that
-dict through ``jax.jit`` (never ``nnx.jit``, whose call overhead grows with the depth).
+(decoding). Out: hidden states [B, T, D], and logits in float32. ``LanguageModel`` splits the
+modules once into static graphs and a plain nested dict of arrays; engine, update and checkpoint
+pass that dict through ``jax.jit`` (never ``nnx.jit``, whose call overhead grows with the depth).
 """
 
 from __future__ import annotations
@@ -231,11 +231,18 @@ class LanguageModel:
 
     @property
     def attention(self) -> str:
-        """``xla`` or ``splash``: what ``config.attention`` means on the devices at hand."""
-        if self.config.attention != "auto":
-            return self.config.attention
+        """``xla`` or ``splash``: what ``config.attention`` means on the devices at hand.
+
+        Raises:
+            ValueError: for ``splash`` on other devices than TPUs.
+        """
         device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-        return "splash" if device.platform == "tpu" else "xla"
+        wanted = self.config.attention
+        if wanted == "auto":
+            return "splash" if device.platform == "tpu" else "xla"
+        if wanted == "splash" and device.platform != "tpu":
+            raise ValueError(f"model.attention=splash needs a TPU, the device is {device.platform}")
+        return wanted
 
     def ends(self, params: Params) -> Ends:
         """Returns the NNX module of embedding, final norm and head that holds ``params``."""

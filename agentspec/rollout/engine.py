@@ -28,7 +28,7 @@ from agentspec.rollout.scheduler import Plan, Pool, Prefill, Request, Scheduler,
 from agentspec.types import Completion, Mode, SamplingParams
 
 MAX_STOP_IDS = 8  # width of the stop table, part of the decode call's shape
-_PREFILL_ROWS = 16  # rows per prefill call
+PREFILL_ROWS = 16  # rows per prefill call
 
 
 class SequenceTooLong(ValueError):
@@ -346,8 +346,8 @@ class Engine:
                 self._counts[f"copies/{target}"] += 1
             for pool in self._scheduler.pools.values():
                 prefills = [prefill for prefill in wave.prefills if prefill.pool is pool]
-                for i in range(0, len(prefills), _PREFILL_ROWS):
-                    self._prefill(pool, prefills[i : i + _PREFILL_ROWS])
+                for i in range(0, len(prefills), PREFILL_ROWS):
+                    self._prefill(pool, prefills[i : i + PREFILL_ROWS])
         mode = plan.pool.mode
         self._caches[mode], sampled = self._programs.decode(self.params, self._caches[mode], rows)
         sampled = jax.device_get(sampled)
@@ -357,7 +357,7 @@ class Engine:
         return sampled
 
     def _prefill(self, pool: Pool, prefills: list[Prefill]) -> None:
-        width = min(pool.n_rows, _PREFILL_ROWS)
+        width = min(pool.n_rows, PREFILL_ROWS)
         rows_P = np.full(width, pool.n_rows, np.int32)
         ids_PS = np.zeros((width, self._prefill_width), np.int32)
         start_P, length_P = np.zeros(width, np.int32), np.zeros(width, np.int32)

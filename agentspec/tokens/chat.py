@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from agentspec.tokens.parse import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN, parse_turn
-from agentspec.tokens.tokenizer import END_TOKENS, Tokenizer
+from agentspec.tokens.tokenizer import Tokenizer
 from agentspec.types import Message, ParsedTurn, ToolCall, ToolSpec
 
 ChatStyle = Literal["hermes", "smollm2"]
@@ -76,9 +76,7 @@ class Chat:
             raise ValueError(f"style {style!r} needs control tokens that are absent: {missing}")
         own = "|".join(map(re.escape, self._own_markup))
         self._split_own = re.compile(f"({own})") if own else None
-        self.stop_ids: tuple[int, ...] = tuple(
-            tokenizer.token_id(piece) for piece in END_TOKENS if tokenizer.has(piece)
-        )
+        self.stop_ids: tuple[int, ...] = tokenizer.eos_ids
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """The first messages, ending with the assistant header (its last id has mask 0)."""

@@ -23,8 +23,9 @@ NO_CUT = 2**30  # the cut of a trunk token: it sees every trunk token before it
 class PackedBatch:
     """One micro-batch; arrays are [B, T], int32 but for the float32 old_logp and advantage.
 
-    ``targets_BT`` to ``advantage_BT`` are aligned to the *predicting* position: entry t is about the token that follows
-    t in its own trunk or branch (``targets_BT[b, t]``); mask 0 where there is none.
+    ``targets_BT`` to ``advantage_BT`` are aligned to the *predicting* position: entry t is about
+    the token that follows t in its own trunk or branch (``targets_BT[b, t]``); mask 0 where there
+    is none.
     """
 
     ids_BT: NDArray[np.int32]
@@ -100,8 +101,8 @@ def pack(
     Each tree goes to the first row with room for it; the last batch is filled with empty rows.
     No rows give no batches. With ``branch_table`` the batches have ``branches_BNJ`` (models with
     linear layers need it), of one shape for all: branches a row rounded up to a power of two,
-    tokens a branch to a multiple of 32, so that few shapes occur. Raises ValueError for a tree longer than ``row_tokens``, with both
-    numbers, and for what `check_row` refuses.
+    tokens a branch to a multiple of 32, so that few shapes occur. Raises ValueError for a tree
+    longer than ``row_tokens``, with both numbers, and for what `check_row` refuses.
     """
     if row_tokens < 1 or rows_per_batch < 1:
         raise ValueError(

@@ -113,27 +113,53 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of an HF folder (its ``tokenizer.json``) or of a ``.gguf`` file."""
+    """The tokenizer of an HF folder (its ``tokenizer.json``) or of a ``.gguf`` file.
+
+    End tokens are the union of what tokenizer, model and generation config name.
+    """
     path = Path(path)
     if path.suffix == ".gguf":
         return Tokenizer(_from_gguf(path))
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path}: neither a .gguf file nor a folder with tokenizer.json")
-    ends = list(END_TOKENS)
-    config = path / "tokenizer_config.json"
-    if config.is_file():
-        try:
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        except ValueError as error:
-            raise ValueError(f"{config} is not JSON: {error}") from error
-        if eos is not None:
-            ends.append(eos["content"] if isinstance(eos, dict) else eos)
     try:
         full = hf.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{file} is no readable tokenizer: {error}") from error
-    return Tokenizer(full, ends)
+    return Tokenizer(full, [*END_TOKENS, *_named_ends(path, full)])
+
+
+def _named_ends(folder: Path, full: hf.Tokenizer) -> list[str]:
+    """The end tokens that the folder's other files name: what the model was trained to stop at."""
+    controls = full.get_added_tokens_decoder()
+    ends = []
+    eos = _json(folder / "tokenizer_config.json").get("eos_token")
+    if eos is not None:
+        ends.append(eos["content"] if isinstance(eos, dict) else eos)
+    for name in ("config.json", "generation_config.json"):
+        given = _json(folder / name)
+        given = given.get("text_config") or given
+        ids = given.get("eos_token_id")
+        for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if i not in controls:
+                raise ValueError(
+                    f"{folder / name}: eos_token_id {i} is {full.id_to_token(i)!r} in "
+                    "tokenizer.json, not a control token"
+                )
+            ends.append(controls[i].content)
+    return ends
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The file's object; empty where there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return content
 
 
 def build_word_tokenizer(pieces: Iterable[str]) -> Tokenizer:

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from agentspec.mesh import LOGICAL_AXES, batch_sharding, make_mesh, param_shardings, partition
 from agentspec.model import attention
 from agentspec.model.cache import write
-from agentspec.model.config import Llama3Rope, ModelConfig
+from agentspec.model.config import LinearShape, Llama3Rope, ModelConfig
+from agentspec.model.deltanet import GatedNorm
 from agentspec.model.gguf_file import half_split_rows
-from agentspec.model.layers import inverse_frequencies, rotary, rotate, silu
+from agentspec.model.layers import RMSNorm, inverse_frequencies, rotary, rotate, silu
 from agentspec.model.transformer import LanguageModel
+from agentspec.model.weights import load_model, make_loaded, save_hf
 
 CONFIG = ModelConfig(
     vocab_size=50,
@@ -460,3 +463,141 @@ def test_params_are_a_plain_nested_dict_of_arrays(params):
     np.testing.assert_array_equal(again, params["layers"]["0"]["mlp"]["up"])
     other = MODEL.init(jax.random.key(1))["layers"]["0"]["mlp"]["up"]
     assert float(jnp.abs(other - again).max()) > 0.01
+
+
+# Qwen3.5's norms --------------------------------------------------------------------------------
+
+HYBRID = dataclasses.replace(
+    CONFIG,
+    family="qwen3_5",
+    layer_types=("linear", "full"),
+    linear=LinearShape(key_heads=1, value_heads=2, key_dim=8, value_dim=2),
+)
+
+
+def test_b59_norms_store_an_offset_from_one_but_the_gated_norm_does_not():
+    """x = [3, 4]: rms sqrt(12.5), x / rms = [0.8485, 1.1314]; times (1 + w) = [1, 1.1]."""
+    x, w = jnp.array([3.0, 4.0]), jnp.array([0.0, 0.1])
+    norm = RMSNorm(dataclasses.replace(HYBRID, norm_eps=1e-12), nnx.Rngs(0), 2)
+    norm.weight[...] = w
+    np.testing.assert_allclose(norm(x), [0.8485, 1.2445], atol=1e-4)
+    plain = RMSNorm(dataclasses.replace(CONFIG, norm_eps=1e-12), nnx.Rngs(0), 2)
+    plain.weight[...] = w
+    np.testing.assert_allclose(plain(x), [0.0, 0.1131], atol=1e-4)
+    gated = GatedNorm(dataclasses.replace(HYBRID, norm_eps=1e-12), nnx.Rngs(0))
+    gated.weight[...] = w
+    gate = jnp.array([1.0, 1.0])  # silu(1) = 0.7311
+    np.testing.assert_allclose(gated(x, gate), 0.7311 * np.array([0.0, 0.1131]), atol=1e-4)
+
+
+def test_b60_one_is_added_in_float32_and_the_stored_offset_comes_back(tmp_path):
+    """0.001 in bfloat16 is 0.00099945; one plus that is 1 in bfloat16, 1.00099945 in float32."""
+    small = jnp.full((32,), 0.001, jnp.bfloat16)
+    norm = RMSNorm(dataclasses.replace(HYBRID, dtype="bfloat16"), nnx.Rngs(0), 32)
+    norm.weight[...] = small
+    wide = jnp.linspace(1.0, 2.0, 32)
+    x = (wide / jnp.sqrt((wide**2).mean())).astype(jnp.float32)
+    np.testing.assert_allclose(norm(x) / x, 1.00099945, atol=2e-6)
+
+    model = LanguageModel(dataclasses.replace(HYBRID, dtype="bfloat16"))
+    params = model.init(jax.random.key(0))
+    params["layers"]["0"]["attention_norm"]["weight"] = small
+    save_hf(make_loaded(model, params), tmp_path)
+    again = load_model(tmp_path).params["layers"]["0"]["attention_norm"]["weight"]
+    assert again.dtype == jnp.bfloat16 and again.tobytes() == small.tobytes()
+
+
+# How it is computed -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("config", [CONFIG, HYBRID], ids=["dense", "hybrid"])
+def test_stacked_layers_and_remat_give_the_same_loss_and_gradients(config, remat):
+    """``scan`` and ``remat`` change how, not what: the same weights, apart and stacked."""
+    config = dataclasses.replace(config, n_layers=4, layer_types=config.layer_types * 2)
+    apart = LanguageModel(config)
+    stacked = LanguageModel(dataclasses.replace(config, scan=True, remat=remat))
+    params = apart.init(jax.random.key(3))
+    period = stacked.config.period
+    assert period == len(set(config.kinds)) and set(stacked.shapes["layers"]) == set(
+        map(str, range(period))
+    )
+
+    def stack(tree):
+        layers = tree["layers"]
+        groups = [[layers[str(i)] for i in range(j, 4, period)] for j in range(period)]
+        return tree | {
+            "layers": {
+                str(j): jax.tree.map(lambda *a: jnp.stack(a), *group)
+                for j, group in enumerate(groups)
+            }
+        }
+
+    ids = random_ids(2, 40)
+
+    def loss(model, params):
+        return (model.apply(params, ids) ** 2).mean()
+
+    value, grads = jax.jit(jax.value_and_grad(lambda p: loss(apart, p)))(params)
+    again, stacked_grads = jax.jit(jax.value_and_grad(lambda p: loss(stacked, p)))(stack(params))
+    assert float(again) == pytest.approx(float(value), abs=1e-5)
+    for a, b in zip(
+        jax.tree.leaves(stack(grads)), jax.tree.leaves(stacked_grads), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_scan_compiles_a_program_whose_size_does_not_depend_on_depth():
+    def lines(n_layers: int) -> int:
+        model = LanguageModel(dataclasses.replace(CONFIG, n_layers=n_layers, scan=True))
+        run = jax.jit(jax.grad(lambda p: model.apply(p, random_ids(1, 8)).sum()))
+        return len(run.lower(model.shapes).as_text().splitlines())
+
+    assert lines(2) == lines(12)
+
+
+def test_weights_are_stored_in_one_dtype_and_computed_with_in_another():
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", param_dtype="float32")
+    model = LanguageModel(config)
+    params = model.init(jax.random.key(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert model.hidden(params, random_ids(1, 4)).dtype == jnp.bfloat16
+    grads = jax.grad(lambda p: model.apply(p, random_ids(1, 4)).sum())(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.init_cache(1, 4))} == {
+        jnp.dtype("bfloat16")
+    }
+
+
+@pytest.mark.parametrize("n_tokens", [300, 700])
+def test_long_rows_in_loops_and_larger_tiles_give_the_same(params, monkeypatch, n_tokens):
+    """Rows beyond the limits go another way: tiles computed again, then a loop over tiles."""
+    rng = np.random.default_rng(0)
+    ids = random_ids(2, n_tokens)
+    cut = n_tokens // 2
+    positions = np.r_[np.arange(cut), np.arange(cut - 40, n_tokens - 40)][None].repeat(2, 0)
+    branches = np.r_[np.zeros(cut, int), np.ones(n_tokens - cut, int)][None].repeat(2, 0)
+    cuts = np.where(branches > 0, cut - 40, FAR)
+    segments = np.ones_like(ids)
+    segments[:, -20:] = 0
+    weights = jnp.asarray(rng.normal(size=(2, n_tokens, 50)), jnp.float32)
+
+    def loss(p):
+        logits = MODEL.apply(p, ids, positions, segments, branches, cuts)
+        return (jnp.where(segments[..., None] > 0, logits, 0) * weights).mean()
+
+    results = []
+    for kept, unrolled in ((4096, 4096), (64, 4096), (64, 64)):
+        monkeypatch.setattr(attention, "KEPT_TOKENS", kept)
+        monkeypatch.setattr(attention, "UNROLLED_TOKENS", unrolled)
+        results.append(jax.jit(jax.value_and_grad(lambda p: loss(p)))(params))
+    for value, grads in results[1:]:
+        assert float(value) == pytest.approx(float(results[0][0]), abs=1e-6)
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(results[0][1]), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_attention_of_tpu_is_refused_elsewhere(params):
+    model = LanguageModel(dataclasses.replace(CONFIG, attention="splash"))
+    with pytest.raises(ValueError, match="model.attention=splash needs a TPU, the device is cpu"):
+        model.apply(params, random_ids(1, 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tokenizers as hf
 from hypothesis import given, settings
@@ -119,3 +121,18 @@ def test_vocabulary_that_cannot_spell_every_byte_is_refused():
     full = hf.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     with pytest.raises(ValueError, match="not a byte-level vocabulary"):
         Tokenizer(full)
+
+
+def test_stop_ids_are_the_union_of_what_the_folder_names(tmp_path):
+    """The tokenizer's own, the model config's (its text part's) and the generation config's."""
+    WORDS.save(tmp_path)
+    think, close = WORDS.token_id("<think>"), WORDS.token_id("</think>")
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": think}}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [WORDS.eos_ids[0], close]})
+    )
+    assert load_tokenizer(tmp_path).eos_ids == (*WORDS.eos_ids, think, close)
+    ordinary = WORDS.encode("a")[0]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ordinary}))
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id .* not a control"):
+        load_tokenizer(tmp_path)
