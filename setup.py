@@ -32,6 +32,7 @@ setup(
     ],
     extras_require={
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
+        "plan": ["libtpu>=0.0.42,<0.1"],  # TPU's compiler, for machines without a TPU
         "test": [
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",

@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 from agentspec.losses.aggregate import count
 from agentspec.losses.policy import policy_loss, truncated_weights
 from agentspec.losses.sft import sft_loss, token_logps
-from agentspec.mesh import batch_sharding, param_shardings
+from agentspec.losses.vocabulary import cut_head, logps_by_vocabulary, n_parts
+from agentspec.mesh import LOGICAL_AXES, batch_sharding, param_shardings
 from agentspec.metrics import merge
 from agentspec.optim import Optimizer
 from agentspec.settings import LossSettings
@@ -201,6 +202,19 @@ class Update:
             cuts_BT=batch["cuts_BT"],
             branches_BNJ=batch.get("branches_BNJ"),
         )
+        chunk, model = self.loss.logits_chunk_tokens, self.model
+        if self.mesh is not None and 0 < chunk < hidden_BTD.shape[1]:
+            axis, n = LOGICAL_AXES["vocab"], n_parts(hidden_BTD.shape[1], chunk)
+            ways = 1 if axis is None else self.mesh.shape[axis]
+            return logps_by_vocabulary(
+                model.unembed_part,
+                cut_head(model.head(params), n, ways),
+                model.config.vocab_size,
+                hidden_BTD,
+                batch["targets_BT"],
+                batch["mask_BT"],
+                temperature=temperature,
+            )
         return token_logps(
             lambda hidden: self.model.unembed(params, hidden),
             hidden_BTD,

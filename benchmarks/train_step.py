@@ -62,7 +62,7 @@ CONFIGS = {
         d_ff=1536,
         rope_theta=1e5,
         norm_eps=1e-5,
-        qk_norm=False,
+        family="llama",
     ),
 }
 ROWS, ROW_TOKENS = 2, 512

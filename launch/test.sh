@@ -13,7 +13,7 @@ esac
 
 cd "$ROOT"
 SECONDS=0
-prepare_environment test smollm2 search
+prepare_environment test smollm2 search plan
 echo "== environment ready after ${SECONDS} s"
 
 step() {

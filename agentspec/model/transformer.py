@@ -83,9 +83,14 @@ class Ends(nnx.Module):
         """Returns [B, T, D] in the compute dtype."""
         return self.embedding[...][ids_BT].astype(self.dtype)
 
+    @property
+    def head_weight(self) -> Any:
+        """The head's parameter [V, D], which may be the embedding."""
+        return self.embedding if self.tied else self.head
+
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Returns float32 logits [..., V]."""
-        weight_VD = (self.embedding if self.tied else self.head)[...].astype(hidden.dtype)
+        weight_VD = self.head_weight[...].astype(hidden.dtype)
         return jnp.matmul(hidden, weight_VD.T, preferred_element_type=jnp.float32)
 
 
@@ -177,11 +182,22 @@ class LanguageModel:
         else:
             for j in range(self.config.period):
                 x_BTD = self._layer(j, x_BTD, params["layers"][str(j)], full)
-        return ends.norm(x_BTD if self.mesh is None else self._constrain(x_BTD, BATCH_AXES))
+        return ends.norm(self._by_rows(x_BTD))
 
     def unembed(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Returns float32 logits [..., V] of hidden states [..., D]."""
         return self.ends(params).unembed(hidden)
+
+    def head(self, params: Params) -> jax.Array:
+        """Returns the head [V, D] as it is stored."""
+        return self.ends(params).head_weight[...]
+
+    def unembed_part(self, hidden: jax.Array, part_PD: jax.Array) -> jax.Array:
+        """Returns float32 logits [..., P] of some of the head's entries; meshes cut these."""
+        part_PD = part_PD.astype(hidden.dtype)
+        if self.mesh is not None:
+            part_PD = self._constrain(part_PD, LOGICAL_AXES["vocab"])
+        return jnp.matmul(hidden, part_PD.T, preferred_element_type=jnp.float32)
 
     def apply(self, params: Params, ids_BT: jax.Array, *layout: Any, **more: Any) -> jax.Array:
         """Returns float32 logits [B, T, V] of a full, uncached forward pass; see ``hidden``."""
@@ -267,13 +283,17 @@ class LanguageModel:
         """Layer j of the pattern, with its backward pass as ``config.remat`` says."""
 
         def run(x_BTD: jax.Array, layer_params: Params) -> jax.Array:
-            return self._place(self._merged(j, layer_params)(x_BTD, full))
+            return self._merged(j, layer_params)(self._by_rows(x_BTD), full)
 
         if self.config.remat != "none":
             run = jax.checkpoint(
                 run, policy=_REMAT[self.config.remat], prevent_cse=not self.config.scan
             )
-        return run(x_BTD, layer_params)
+        return self._place(run(self._place(x_BTD), layer_params))
+
+    def _by_rows(self, x_BTD: jax.Array) -> jax.Array:
+        """The same by rows over the mesh's batch axes."""
+        return x_BTD if self.mesh is None else self._constrain(x_BTD, BATCH_AXES)
 
     def _place(self, x_BTD: jax.Array) -> jax.Array:
         """The same by rows over the mesh's batch axes, and by tokens over the axis of heads.
