@@ -52,9 +52,9 @@ class Optimizer:
                 raise ValueError(f"optim {name} must be at least 0, got {getattr(self, name)}")
 
     @property
-    def transform(self) -> optax.GradientTransformation:
+    def transform(self) -> optax.GradientTransformationExtraArgs:
         """Clip by global norm, Adam, decoupled decay; the rate is applied in `step`."""
-        pieces = [optax.clip_by_global_norm(self.clip_norm)] if self.clip_norm else []
+        pieces = [_clip(self.clip_norm)] if self.clip_norm else []
         pieces.append(optax.scale_by_adam(self.b1, self.b2, self.eps))
         if self.weight_decay:
             pieces.append(optax.add_decayed_weights(self.weight_decay, mask=_matrices))
@@ -83,18 +83,39 @@ class Optimizer:
         )
         return TrainState(params, opt_state, step=whole)
 
-    def step(self, state: TrainState, grads: Any) -> tuple[TrainState, jax.Array]:
-        """The next state and the learning rate used; ``step`` and the count both rise by 1."""
+    def step(
+        self, state: TrainState, grads: Any, norm: jax.Array | None = None
+    ) -> tuple[TrainState, jax.Array]:
+        """The next state and the learning rate used; ``step`` and the count both rise by 1.
+
+        ``norm`` is the gradients' global norm, where the caller has it already.
+        """
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         count = optax.tree_utils.tree_get(state.opt_state, "count")
         lr = learning_rate(self, count if self.reset_schedule else state.step)
-        updates, opt_state = self.transform.update(grads, state.opt_state, state.params)
+        updates, opt_state = self.transform.update(grads, state.opt_state, state.params, norm=norm)
         params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
         return TrainState(params, opt_state, state.step + 1), lr
 
     def reset(self, state: TrainState) -> TrainState:
         """See `reset` of this module."""
         return reset(state)
+
+
+def _clip(most: float) -> optax.GradientTransformationExtraArgs:
+    """Like ``clip_by_global_norm``, as one factor, which fuses into Adam; the norm may be given.
+
+    Optax's own divides each gradient by the norm, which costs a pass and a copy of all gradients.
+    """
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, norm: jax.Array | None = None, **_: Any
+    ) -> tuple[Any, Any]:
+        norm = optax.tree.norm(grads) if norm is None else norm
+        factor = most / jnp.maximum(norm, most)
+        return jax.tree.map(lambda g: g * factor, grads), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def learning_rate(config: Optimizer, step: Any) -> jax.Array:

@@ -89,11 +89,14 @@ class Planner:
         return Training(self.settings, self.config, setting, devices)
 
     def state_bytes(self, setting: Setting) -> int | None:
-        """Weights and moments of a chip; None where the mesh does not divide the model or rows."""
+        """Weights, moments and gradients of a chip; None where the mesh does not divide the model
+        or the rows.
+        """
         try:
-            return chip_bytes(self.training(setting).state)
+            training = self.training(setting)
         except ConfigError:
             return None
+        return chip_bytes((training.state, training.params))
 
     def report(self, setting: Setting) -> Report:
         """Compiles everything for the setting. Raises ConfigError for one that cannot be."""

@@ -181,8 +181,8 @@ def nearest(
 ) -> tuple[Setting | None, int]:
     """The first of ``settings`` that ``fits``, and how many were tried, at most ``most``.
 
-    ``state_bytes`` is what lies on a chip at all times, None where the model cannot be laid out so;
-    settings beyond a chip's memory by that alone are passed over without being tried.
+    ``state_bytes`` is what lies on a chip in every update, None where the model cannot be laid out
+    so; settings beyond a chip's memory by that alone are passed over without being tried.
     """
     tried = 0
     for setting in settings:

@@ -119,7 +119,8 @@ class Update:
             losses.append(loss)
             parts.append(metrics)
         loss_sum = float(sum(float(x) for x in losses))
-        grad_norm = float(self._norm(total))
+        norm = self._norm(total)
+        grad_norm = float(norm)
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
             bad = [i for i, x in enumerate(losses) if not math.isfinite(float(x))]
             raise NonFiniteError(
@@ -127,7 +128,7 @@ class Update:
                 f"gradient norm {grad_norm}; micro-batches with a loss that is not finite: "
                 f"{bad or 'none'} of {len(losses)}. The weights of the step before are unchanged."
             )
-        state, lr = self._apply(state, total)
+        state, lr = self._apply(state, total, norm)
         numbers = merge([{k: float(v) for k, v in m.items()} for m in parts])
         numbers |= {"loss": loss_sum, "grad_norm": grad_norm, "lr": float(lr), "skipped": 0.0}
         return state, numbers

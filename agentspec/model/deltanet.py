@@ -241,7 +241,7 @@ def _cut_heads(heads: _Heads, n: int) -> _Heads:
         array = jnp.moveaxis(array.reshape(*before, G // n, n, -1, *after), axis + 1, 0)
         return array.reshape(n, *before, -1, *after)
 
-    kernels = tuple(cut(kernel, 0) for kernel in heads.kernels)
+    kernels = jax.tree.map(lambda x: cut(x, 0), heads.kernels)
     streams, gates, z = jax.tree.map(
         lambda x: cut(x, 2), (heads.streams, heads.gates, heads.z_BTHY)
     )

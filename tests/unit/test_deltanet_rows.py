@@ -16,7 +16,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.model import delta_rule
+from agentspec.model import delta_rule, deltanet
 from agentspec.model.attention import Layout
 from agentspec.model.config import LinearShape, ModelConfig
 from agentspec.model.deltanet import DeltaNet, init_delta_cache
@@ -213,6 +213,29 @@ def test_branches_need_their_indices():
     layout, _ = lay_out([(11, ((4, 5),))])
     with pytest.raises(ValueError, match="branch_ids_BT without branches_BNJ"):
         run(PARAMS, vectors(1, TOKENS, D), layout._replace(branches_BNJ=None))
+
+
+def test_heads_apart_give_the_same(monkeypatch):
+    """Long rows take some key heads at a time: here one of two, with its two value heads."""
+    layout, _ = lay_out([(11, ((4, 5), (9, 3))), (21, ((9, 6),))])
+    both, slope = (PARAMS, vectors(1, TOKENS, D)), vectors(1, TOKENS, D, seed=1)
+    (_, whole), whole_slopes = tree(both, layout, slope)
+    monkeypatch.setattr(deltanet, "LONG_TOKENS", TOKENS - 1)
+    monkeypatch.setattr(deltanet, "KEY_HEADS", 1)
+    cut, parts_cut = deltanet._cut_heads, []
+
+    def counting(heads, n):
+        parts_cut.append(n)
+        return cut(heads, n)
+
+    monkeypatch.setattr(deltanet, "_cut_heads", counting)
+    apart = jax.jit(lambda *args: jax.value_and_grad(_tree, has_aux=True)(*args))
+    (_, parts), parts_slopes = apart(both, layout, slope)
+    assert parts_cut == [2]
+    np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(parts_slopes), jax.tree.leaves(whole_slopes), strict=True):
+        scale = max(1.0, float(np.abs(b).max()))
+        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=1e-5)
 
 
 def test_no_room_for_branches_means_none():

@@ -234,10 +234,11 @@ def test_the_command_ends_with_code_1_where_it_does_not_fit() -> None:
     overrides = [f"--config.model.{key}={value}" for key, value in sizes.items()]
     overrides += ["--config.pack.rows_per_batch=4", "--config.loss.logits_chunk_tokens=128"]
     command = [sys.executable, "-m", "agentspec.plan", "--config=configs/tiny.py:smoke"]
-    command += ["--topology=v5e:2x2", "--most_tries=0", *overrides]
+    command += ["--topology=v5e:2x2", "--most_tries=0", "--only=train", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1, done.stderr
     assert "DOES NOT FIT" in done.stdout and "It does not fit." in done.stdout
+    assert "optimizer step" in done.stdout and "prefill" not in done.stdout
 
 
 @pytest.mark.parametrize(
