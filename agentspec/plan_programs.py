@@ -28,6 +28,7 @@ from agentspec.mesh import batch_sharding, make_mesh, param_shardings
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.optim import Optimizer
+from agentspec.progress import say
 from agentspec.settings import Settings
 from agentspec.tokens.pack import pack
 from agentspec.types import Branch, TreeRow
@@ -94,7 +95,14 @@ def slice_devices(wanted: Slice) -> list[Any]:
 
 
 def compiled(name: str, jitted: Any, *args: Any, **kwargs: Any) -> Measured:
-    """Compiles ``jitted`` for its arguments' shapes and shardings."""
+    """Compiles ``jitted`` for its arguments' shapes and shardings, and says what came out."""
+    found = _compiled(name, jitted, *args, **kwargs)
+    said = f"{found.total_bytes / GIB:.2f} GiB a chip, compiled in {found.compile_s:.0f} s"
+    say(f"[plan] {name}: {said}")
+    return found
+
+
+def _compiled(name: str, jitted: Any, *args: Any, **kwargs: Any) -> Measured:
     start = time.monotonic()
     held = chip_bytes((args, kwargs))
     try:

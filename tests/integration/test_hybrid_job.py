@@ -1,4 +1,4 @@
-"""A Qwen3.5 folder goes the whole way: trained, on one device and on a mesh, evaluated, exported."""
+"""A Qwen3.5 folder the whole way: trained on one device and on a mesh, evaluated, exported."""
 
 from __future__ import annotations
 
