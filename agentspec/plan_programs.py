@@ -9,6 +9,7 @@ lowered for shapes with shardings and compiled by the TPU compiler, which needs 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -119,9 +120,22 @@ def _compiled(name: str, jitted: Any, *args: Any, **kwargs: Any) -> Measured:
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        program_cost(program),
+        _cost(program),
         time.monotonic() - start,
     )
+
+
+def _cost(program: Any) -> Cost | None:
+    """The program's cost; None, and said so, where its text cannot be read."""
+    try:
+        return program_cost(program)
+    except jax.errors.JaxRuntimeError as error:  # seen with a libtpu newer than jaxlib's own
+        found = importlib.metadata.version("libtpu"), importlib.metadata.version("jaxlib")
+        say(
+            "[plan] costs are not counted: jaxlib {1} cannot read what libtpu {0} wrote; install "
+            "the libtpu of constraints.txt. ".format(*found) + str(error).splitlines()[0]
+        )
+        return None
 
 
 def _needs_bytes(message: str) -> int | None:
@@ -192,7 +206,7 @@ class Training:
             )
             for key, array in arrays.items()
         }
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
+        scalar = self._scalar
         shapes = tuple(array.shape for array in batch_args.values())
         if shapes not in self._measured:  # branches change the program of hybrid models only
             self._measured[shapes] = compiled(
@@ -206,11 +220,12 @@ class Training:
 
     def applying(self) -> Measured:
         """The optimizer's program."""
-        return compiled("optimizer step", self.update._apply, self.state, self.params)
+        return compiled("optimizer step", self.update._apply, self.state, self.params, self._scalar)
 
     @property
-    def _everywhere(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
+    def _scalar(self) -> jax.ShapeDtypeStruct:
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
 
 
 def full_row(settings: Settings, branches: int) -> TreeRow:

@@ -157,7 +157,8 @@ class RewardSettings:
 class LossSettings:
     """Clipped surrogate. ``old_logp``: trainer (its own: ratio 1, no clip acts) | sampler.
 
-    ``logits_chunk_tokens``: how many tokens of every row the head takes at a time (0: all).
+    ``logits_chunk_tokens``: how many tokens of every row the head takes at a time (0: all);
+    on a mesh, a part of the vocabulary with as many logits.
     """
 
     clip_low: float = 0.2
