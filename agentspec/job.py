@@ -6,7 +6,6 @@ In: ``Settings``. Out: a ``Job``, whose parts know nothing of the config.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,12 +166,8 @@ def build_job(settings: Settings) -> Job:
 
 def _mesh(settings: Settings) -> Mesh | None:
     """The mesh of the settings; None for one device."""
-    sizes, n_devices = dataclasses.asdict(settings.mesh), len(jax.devices())
+    sizes = dataclasses.asdict(settings.mesh)
     if set(sizes.values()) == {1}:
-        if n_devices > 1:
-            logging.getLogger(__name__).warning(
-                "using one of %d devices: set mesh.fsdp (or data, tensor) to use more", n_devices
-            )
         return None
     try:
         return make_mesh(**sizes)

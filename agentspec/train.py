@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
@@ -43,6 +44,8 @@ def train(settings: Settings, workdir: Path) -> None:
     with entry.reading("model.path", settings.model.path):
         job = build_job(settings)
     lock = claim(workdir, settings)  # only now: a first try with a wrong path leaves no trace
+    if job.model.mesh is None and len(jax.devices()) > 1:
+        say(f"[train] uses one of {len(jax.devices())} devices; set mesh.fsdp (or data, tensor) to use all")
     for name, world in job.worlds.items():
         report = getattr(world, "report", None)
         if report is not None:
