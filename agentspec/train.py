@@ -44,8 +44,7 @@ def train(settings: Settings, workdir: Path) -> None:
     with entry.reading("model.path", settings.model.path):
         job = build_job(settings)
     lock = claim(workdir, settings)  # only now: a first try with a wrong path leaves no trace
-    if job.model.mesh is None and len(jax.devices()) > 1:
-        say(f"[train] uses one of {len(jax.devices())} devices; set mesh.fsdp (or data, tensor) to use all")
+    idle = len(jax.devices()) - 1 if job.model.mesh is None else 0
     for name, world in job.worlds.items():
         report = getattr(world, "report", None)
         if report is not None:
@@ -55,6 +54,8 @@ def train(settings: Settings, workdir: Path) -> None:
             if stage.done:
                 say(f"[{name}] finished before, at step {stage.step}")
                 continue
+            if idle:
+                say(f"[{name}] {idle} more devices stand idle: set mesh.fsdp (or data, tensor)")
             runner = run_rl if stage.settings.kind == "rl" else run_imitation
             runner(job, stage, _writer(workdir, stage))
             stage.finish()
