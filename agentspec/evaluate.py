@@ -142,18 +142,22 @@ def row_numbers(job: Job, worlds: Sequence[str], played: Played) -> Row:
             k.split("/")[1]: v for k, v in report.items() if k.startswith("calling_turns/")
         },
         "parse_failure_frac": row.pop("parse_failure"),
-        "entropy": sum(sampled) / len(sampled) if sampled else None,
-        "serial_s": sum(t.total_s for t in serial) / len(serial),
-        "speculated_s": sum(t.total_s for t in of(played.speculated)) / len(serial),
+        "entropy": _mean(sampled),
+        "serial_s": _mean([t.total_s for t in serial]),
+        "speculated_s": _mean([t.total_s for t in of(played.speculated)]),
         "hidden_tool_frac": account["hidden_frac"],
         "ready_share": account["ready_share"],
         "n_tasks": len(measured),
         "n_vacuous": len(idle),
-        "vacuous_success": sum(t.score.success for t in idle) / len(idle) if idle else None,
+        "vacuous_success": _mean([t.score.success for t in idle]),
         "n_calls": sum(len(t.calls) for t in measured),
-        "turns": sum(len(t.turns) for t in measured) / len(measured),
+        "turns": _mean([len(t.turns) for t in measured]),
     }
     return _plain(row)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def evaluate_stage(

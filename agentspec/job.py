@@ -18,7 +18,7 @@ from agentspec.configuration import ConfigError
 from agentspec.envs import lookup, storefront
 from agentspec.envs.base import WorldSource
 from agentspec.envs.episode import CUT_TURN, EpisodeLimits
-from agentspec.mesh import make_mesh, param_shardings
+from agentspec.mesh import batch_sharding, make_mesh, param_shardings
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.model.weights import load_model
@@ -139,6 +139,12 @@ def build_job(settings: Settings) -> Job:
             **form,
         )
         model, loaded_params = LanguageModel(config, mesh), None
+    if mesh is not None:
+        try:
+            param_shardings(model.logical_axes, model.shapes, mesh)
+            batch_sharding(mesh, settings.pack.rows_per_batch * jax.process_count())
+        except ValueError as error:
+            raise ConfigError(f"config section mesh: {error}") from error
     c = settings.chat
     chat = Chat(
         tokenizer,

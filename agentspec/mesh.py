@@ -43,7 +43,9 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else devices
     shape = (data, fsdp, tensor)
-    if min(shape) < 1 or math.prod(shape) != len(devices):
+    if min(shape) < 1:
+        raise ValueError(f"mesh data={data} x fsdp={fsdp} x tensor={tensor}: each is at least 1")
+    if math.prod(shape) != len(devices):
         raise ValueError(
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {math.prod(shape)} devices, "
             f"got {len(devices)}"

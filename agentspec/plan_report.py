@@ -102,12 +102,12 @@ def text(report: Report) -> str:
     out += [
         f"  Compiled in {seconds:.0f} s, sums of gradients aside.",
         "",
-        f"{'Work of each chip':<46}{'TFLOP':>9}{'GB':>9}{'s, arithmetic':>15}{'s, memory':>11}",
+        f"{'Work of each chip':<46}{'TFLOP':>12}{'GB':>11}{'s, arithmetic':>15}{'s, memory':>11}",
     ]
     for work in report.work:
         least = work.seconds(chip)
         out.append(
-            f"  {work.name:<44}{work.cost.flops / 1e12:>9.3f}{work.cost.bytes / 1e9:>9.2f}"
+            f"  {work.name:<44}{work.cost.flops / 1e12:>12.3f}{work.cost.bytes / 1e9:>11.2f}"
             f"{least[0]:>15.4f}{least[1]:>11.4f}"
         )
     out += [

@@ -186,21 +186,22 @@ def _group_rows(
 ) -> list[TreeRow]:
     """The group's members on the prompt they share; without one, each in a row of its own.
 
-    The prompt's last token stands in every branch, since it predicts the member's first.
+    A member that sampled nothing is left out. The prompt's last token stands in every branch, since
+    it predicts the member's first.
     """
-    first = group[0]
-    shared = min(t.mask.index(1) if 1 in t.mask else len(t.mask) for t in group)
-    while any(t.ids[:shared] != first.ids[:shared] for t in group):
+    members = [(t, float(a)) for t, a in zip(group, advantages_G, strict=True) if any(t.mask)]
+    if not members:
+        return []
+    first, _ = members[0]
+    shared = min(t.mask.index(1) for t, _ in members)
+    while any(t.ids[:shared] != first.ids[:shared] for t, _ in members):
         shared -= 1
     cut = shared - 1
     if cut < 1:
-        return [
-            TreeRow(tuple(t.ids), tuple(t.mask), tuple(t.logps), float(advantage))
-            for t, advantage in zip(group, advantages_G, strict=True)
-        ]
+        return [TreeRow(tuple(t.ids), tuple(t.mask), tuple(t.logps), a) for t, a in members]
     branches = [
-        Branch(cut, tuple(t.ids[cut:]), tuple(t.mask[cut:]), tuple(t.logps[cut:]), float(advantage))
-        for t, advantage in zip(group, advantages_G, strict=True)
+        Branch(cut, tuple(t.ids[cut:]), tuple(t.mask[cut:]), tuple(t.logps[cut:]), a)
+        for t, a in members
     ]
     prompt = TreeRow(tuple(first.ids[:cut]), (0,) * cut, (0.0,) * cut)
     return _attach(prompt, branches, row_tokens)

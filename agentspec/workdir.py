@@ -1,7 +1,8 @@
 """The folder of one run: who it belongs to, and where its parts lie.
 
 ``config.json`` holds the settings the run began with. Going on with other ones would mix two
-experiments, so it is refused, naming the keys; keys that do not change training may differ.
+experiments, so it is refused, naming the keys; keys that do not change what is trained may differ:
+another mesh, say, onto which the checkpoints are laid out anew.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import IO, Any
 from agentspec.configuration import ConfigError, flat_settings
 from agentspec.settings import Settings
 
-_FREE = ("evaluate.", "checkpoint.")
+_FREE = ("evaluate.", "checkpoint.", "mesh.", "model.remat", "model.attention")
 
 
 class RunError(ValueError):

@@ -110,7 +110,7 @@ class Plan:
     requests: list[Request] = dataclasses.field(default_factory=list)
     decode_rows: list[int] = dataclasses.field(default_factory=list)  # of the requests
     ready: dict[Track, int] = dataclasses.field(default_factory=dict)  # wave that fills its row
-    sources: set[Track] = dataclasses.field(default_factory=set)  # rows that copies read
+    sources: dict[Track, int] = dataclasses.field(default_factory=dict)  # last wave that copies it
     vacated: list[tuple[Pool, int]] = dataclasses.field(default_factory=list)
 
     def wave(self, index: int) -> Wave:
@@ -169,8 +169,8 @@ class Scheduler:
     def withdraw(self, request: Request) -> None:
         """Takes a request out of its queue or out of the running batch."""
         pool = request.track.pool
-        if self.stateful and request in pool.active:  # its row went on beyond what it keeps
-            request.track.cached = 0
+        if self.stateful and (request.ids or request in pool.active):
+            request.track.cached = 0  # its row went on beyond what it keeps
         for requests in (pool.queue, pool.active):
             if request in requests:
                 requests.remove(request)
@@ -275,13 +275,15 @@ class Scheduler:
                     track.cached = self._usable(parent, track.shared)
                     if track.cached or not self.stateful:
                         plan.wave(wave).copies.append(copy)
-                        plan.sources.add(parent)
+                        plan.sources[parent] = max(wave, plan.sources.get(parent, 0))
                         plan.ready[track] = wave
             track.pool.seated.append(track)
             self._leave(track, plan)
         assert track.row is not None
         target = len(track.ids) - 1
         if track.cached < min(n_needed, target):
+            if self.stateful:  # reading on takes the row beyond what children still have to copy
+                wave = max(wave, plan.sources.get(track, 0))
             ids = tuple(track.ids[track.cached : target])
             plan.wave(wave).prefills.append(Prefill(track.pool, track.row, track.cached, ids))
             plan.ready[track] = wave

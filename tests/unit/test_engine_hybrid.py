@@ -12,11 +12,13 @@ import functools
 import jax
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from agentspec.model.config import LinearShape, ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.rollout.engine import Engine, Sequence
-from agentspec.speculation.clock import run_simulated
+from agentspec.speculation.clock import LatencyModel, run_simulated
 from agentspec.types import Completion, SamplingParams
 
 CONFIG = ModelConfig(
@@ -42,7 +44,8 @@ TEN = SamplingParams(1.0, 10, ())
 def model() -> tuple[LanguageModel, dict]:
     language_model = LanguageModel(CONFIG)
     params = language_model.init(jax.random.key(5))
-    return language_model, params | {"embedding": params["embedding"] * 8}
+    # logits that leave much open, so that a wrong state shows
+    return language_model, params | {"embedding": params["embedding"] * 2.5}
 
 
 @functools.cache
@@ -155,5 +158,64 @@ def test_more_sequences_than_rows_and_cancellation():
         with pytest.raises(asyncio.CancelledError):
             await task
         await sampled(seq)
+
+    run_simulated(main())
+
+
+@pytest.mark.parametrize("mode", ["agent", "speculator"])
+def test_a_grandchild_is_copied_before_its_parent_reads_on(mode):
+    """All three are seated in one plan; c shares what b held when it was forked."""
+
+    async def main():
+        a = engine().open(PROMPT, seed=1, mode=mode)
+        b = a.fork(seed=2)
+        c = b.fork(seed=3)
+        b.extend(range(9))
+        await asyncio.gather(sampled(a), sampled(c), sampled(b))
+
+    run_simulated(main())
+
+
+def test_a_sample_cancelled_after_its_last_token_leaves_the_sequence_as_it_was():
+    async def main():
+        eng = engine()
+        eng.latency = LatencyModel(token_s=0.1)
+        seq = eng.open(PROMPT, seed=1)
+        fork = seq.fork(seed=7)
+        task = asyncio.ensure_future(seq.sample(TEN))
+        await asyncio.sleep(0.5)  # its tokens are there, their time has not passed
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await sampled(fork)
+        await sampled(seq)
+
+    run_simulated(main())
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_order_of_calls(data):
+    """Opens, extensions, forks, rewinds and samples side by side, on few rows."""
+
+    async def main():
+        eng = engine(rows=3, speculator_rows=3)
+        live = [eng.open(PROMPT[: data.draw(st.integers(1, 37))], seed=0)]
+        for step in range(6):
+            seq = data.draw(st.sampled_from(live))
+            act = data.draw(st.sampled_from(["extend", "fork", "speculate", "rewind", "sample"]))
+            if act == "extend":
+                seq.extend(range(1, data.draw(st.integers(2, 6))))
+            elif act in ("fork", "speculate") and len(live) < 5:
+                mode = "speculator" if act == "speculate" else seq.mode
+                live.append(seq.fork(seed=step + 1, mode=mode))
+            elif act == "rewind":
+                seq.rewind(data.draw(st.integers(1, len(seq.ids))))
+            else:
+                chosen = data.draw(st.lists(st.sampled_from(live), min_size=1, unique=True))
+                await asyncio.gather(*(sampled(one, SamplingParams(1.0, 3, ())) for one in chosen))
+        for seq in live:
+            await sampled(seq, SamplingParams(1.0, 3, ()))
+            seq.close()
 
     run_simulated(main())
