@@ -8,6 +8,7 @@ fluent but wrong model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,7 +72,10 @@ def config_from_hf(hf: Mapping[str, Any], source: str = "config.json") -> ModelC
     Raises:
         ValueError: naming every missing key, or the feature that is not supported.
     """
-    kind = hf.get("model_type")
+    kind = str(hf.get("model_type"))
+    for key in ("architectures", "layer_types"):
+        if not isinstance(hf.get(key), list | None):
+            raise ValueError(f"{source}: {key} must be a list of names, got {hf[key]!r}")
     if kind in MULTIMODAL:
         hf, kind = _text_part(hf, source)
     if kind not in ARCHITECTURES:
@@ -91,8 +95,9 @@ def config_from_hf(hf: Mapping[str, Any], source: str = "config.json") -> ModelC
     if missing:
         raise ValueError(f"{source}: missing {', '.join(missing)}")
     theta, scaling, share = _rope(hf, family, source)
-    width, heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])
-    head_dim = hf.get("head_dim")
+    size = functools.partial(_size, hf, source)
+    width, heads = size("hidden_size"), size("num_attention_heads")
+    head_dim = None if hf.get("head_dim") is None else size("head_dim")
     if head_dim is None:
         if width % heads:
             raise ValueError(
@@ -100,33 +105,80 @@ def config_from_hf(hf: Mapping[str, Any], source: str = "config.json") -> ModelC
                 f"num_attention_heads={heads}"
             )
         head_dim = width // heads
-    eos = hf.get("eos_token_id")
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     linear = None
     if family == "qwen3_5":
-        linear = LinearShape(**{ours: int(hf[name]) for ours, name in _LINEAR.items()})
+        linear = LinearShape(**{ours: size(name) for ours, name in _LINEAR.items()})
     return ModelConfig(
-        vocab_size=int(hf["vocab_size"]),
+        vocab_size=size("vocab_size"),
         d_model=width,
-        n_layers=int(hf["num_hidden_layers"]),
+        n_layers=size("num_hidden_layers"),
         n_heads=heads,
-        n_kv_heads=int(hf.get("num_key_value_heads") or heads),
-        head_dim=int(head_dim),
-        d_ff=int(hf["intermediate_size"]),
+        n_kv_heads=heads
+        if hf.get("num_key_value_heads") is None
+        else size("num_key_value_heads"),
+        head_dim=head_dim,
+        d_ff=size("intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        rotary_dim=0 if share == 1 else int(int(head_dim) * share),
-        norm_eps=float(hf["rms_norm_eps"]),
-        tie_embeddings=bool(hf.get("tie_word_embeddings") or False),
+        rotary_dim=_rotary_dim(head_dim, share, source),
+        norm_eps=_number(hf["rms_norm_eps"], "rms_norm_eps", source),
+        tie_embeddings=_flag(hf, "tie_word_embeddings", source),
         family=family,
         layer_types=_layer_types(hf, source) if family == "qwen3_5" else (),
         linear=linear,
         dtype=dtype if dtype in DTYPES else "float32",  # float16 widens exactly
-        max_positions=int(hf.get("max_position_embeddings") or 32768),
-        bos_id=hf.get("bos_token_id"),
-        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
-        pad_id=hf.get("pad_token_id"),
+        max_positions=32768
+        if hf.get("max_position_embeddings") is None
+        else size("max_position_embeddings"),
+        bos_id=next(iter(_ids(hf, "bos_token_id", source)), None),
+        eos_ids=_ids(hf, "eos_token_id", source),
+        pad_id=next(iter(_ids(hf, "pad_token_id", source)), None),
     )
+
+
+def _size(hf: Mapping[str, Any], source: str, key: str) -> int:
+    """A positive integer of the file."""
+    value = hf[key]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{source}: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _number(value: Any, key: str, source: str) -> float:
+    """A finite number above 0."""
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise ValueError(f"{source}: {key} must be a finite number above 0, got {value!r}")
+    return float(value)
+
+
+def _flag(hf: Mapping[str, Any], key: str, source: str) -> bool:
+    value = hf.get(key)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{source}: {key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def _ids(hf: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
+    """A token id, a list of them, or none."""
+    value = hf.get(key)
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(i) is not int or i < 0 for i in found):
+        raise ValueError(f"{source}: {key} must be a token id or a list of them, got {value!r}")
+    return tuple(found)
+
+
+def _rotary_dim(head_dim: int, share: float, source: str) -> int:
+    """How much of a head is turned; 0 stands for all of it."""
+    if share == 1:
+        return 0
+    turned = int(head_dim * share)
+    if not 0 < share <= 1 or turned < 2 or turned % 2:
+        raise ValueError(
+            f"{source}: partial_rotary_factor {share} of head_dim={head_dim} gives {turned} "
+            "dimensions to turn; it must be above 0, at most 1, and give an even number"
+        )
+    return turned
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -192,17 +244,23 @@ def _text_part(hf: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], s
         raise ValueError(f"{source}: architectures {list(named)} are not supported")
     kind = str(text.get("model_type", f"{hf['model_type']}_text"))
     merged = dict(text) | {"model_type": kind}
-    for key in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
         if merged.get(key) is None and hf.get(key) is not None:
             merged[key] = hf[key]
+    if hf.get("tie_word_embeddings") is not None:  # transformers heeds the outer one
+        merged["tie_word_embeddings"] = hf["tie_word_embeddings"]
     return merged, kind
 
 
 def _layer_types(hf: Mapping[str, Any], source: str) -> tuple[str, ...]:
     """Returns the kinds of Qwen3.5's layers: listed, or every n-th one full attention."""
-    n, named = int(hf["num_hidden_layers"]), hf.get("layer_types")
-    if named is None:
-        every = int(hf.get("full_attention_interval") or 4)
+    n, named = _size(hf, source, "num_hidden_layers"), hf.get("layer_types")
+    if named is not None and not (isinstance(named, list) and all(type(k) is str for k in named)):
+        raise ValueError(f"{source}: layer_types must be a list of names, got {named!r}")
+    if not named:
+        every = 4
+        if hf.get("full_attention_interval") is not None:
+            every = _size(hf, source, "full_attention_interval")
         return tuple("linear" if (i + 1) % every else "full" for i in range(n))
     odd = sorted(set(named) - _KINDS.keys())
     if odd:
@@ -251,10 +309,22 @@ def _rope(
     hf: Mapping[str, Any], family: str, source: str
 ) -> tuple[float, Llama3Rope | None, float]:
     """Returns rotary base, scaling and share of the head, from the 4.x or the 5.x form."""
-    new = hf.get("rope_parameters") or {}
-    scaling = dict(hf.get("rope_scaling") or {})
+    new, old = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{source}: {key} must be an object, got {value!r}")
+    scaling = dict(old)
     if new:
         scaling = {key: value for key, value in new.items() if key != "rope_theta"}
+        said = {("rope_type" if key == "type" else key): value for key, value in old.items()}
+        other = {key: value for key, value in said.items() if scaling.get(key) != value}
+        if hf.get("rope_theta") not in (None, new.get("rope_theta", hf.get("rope_theta"))):
+            other["rope_theta"] = hf["rope_theta"]
+        if other:
+            raise ValueError(
+                f"{source}: rope_parameters={dict(new)} and the older keys disagree on "
+                f"{', '.join(sorted(other))} ({other}); remove one form"
+            )
     theta = new.get("rope_theta", hf.get("rope_theta"))
     if theta is None:
         raise ValueError(
@@ -266,6 +336,7 @@ def _rope(
     share = 1.0
     if family == "qwen3_5":  # text positions are equal in all sections, so sections do not matter
         share = scaling.pop("partial_rotary_factor", hf.get("partial_rotary_factor", 0.25))
+        share = _number(share, "partial_rotary_factor", source)
         scaling.pop("mrope_section", None)
         scaling.pop("mrope_interleaved", None)
     elif scaling.get("partial_rotary_factor") == 1.0:
@@ -274,7 +345,7 @@ def _rope(
     allowed: dict[str, list[str]] = {"default": [], "llama3": fields}
     if family == "qwen3_5":
         allowed.pop("llama3")
-    if rope_type not in allowed:
+    if not isinstance(rope_type, str) or rope_type not in allowed:
         raise ValueError(
             f"{source}: rope_type {rope_type!r} is not supported, allowed: {', '.join(allowed)}"
         )
@@ -284,15 +355,9 @@ def _rope(
         raise ValueError(
             f"{source}: rope_type {rope_type!r} lacks {missing}, has unsupported {extra}"
         )
+    base = _number(theta, "rope_theta", source)
     if rope_type == "default":
-        return float(theta), None, float(share)
-    return (
-        float(theta),
-        Llama3Rope(
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
-        ),
-        float(share),
-    )
+        return base, None, share
+    stretch = {key: _number(scaling[key], key, source) for key in fields[:-1]}
+    original = _size(scaling, source, fields[-1])
+    return base, Llama3Rope(**stretch, original_max_position_embeddings=original), share

@@ -378,3 +378,100 @@ def test_a_truncated_gguf_file_is_named(small_gguf, share):
     path.write_bytes(data[: int(share * len(data))])
     with pytest.raises(ValueError, match="m.gguf is truncated or not a GGUF file"):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": "128"}, "x.json: head_dim must be a positive integer, got '128'"),
+        ({"hidden_size": [1024]}, "hidden_size must be a positive integer"),
+        ({"num_hidden_layers": 2.7}, "num_hidden_layers must be a positive integer, got 2.7"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, got 0"),
+        ({"vocab_size": True}, "vocab_size must be a positive integer, got True"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number above 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"eos_token_id": -2}, "eos_token_id must be a token id or a list of them, got -2"),
+        ({"eos_token_id": [[1, 2]]}, "eos_token_id must be a token id"),
+        ({"architectures": 5}, "architectures must be a list of names, got 5"),
+        ({"layer_types": 5}, "layer_types must be a list of names, got 5"),
+        ({"rope_parameters": "x"}, "rope_parameters must be an object, got 'x'"),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": [1]}}, "rope_type .1. is not supp"),
+        ({"model_type": []}, "model_type '..' is not supported"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(QWEN3_06B | change, "x.json")
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5},
+    ],
+)
+def test_two_forms_of_rope_that_disagree_are_refused(old):
+    new = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    with pytest.raises(ValueError, match="x.json: rope_parameters=.* disagree on "):
+        config_from_hf(QWEN3_06B | new | old, "x.json")
+
+
+HYBRID_HF = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_theta": 1e7,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def test_qwen3_5_is_read_from_its_config():
+    config = config_from_hf(HYBRID_HF)
+    assert config.kinds == ("linear", "linear", "linear", "full") and config.rotary_dim == 8
+    assert config_from_hf(config_to_hf(config)) == config
+    outer = {"model_type": "qwen3_5", "text_config": HYBRID_HF, "vision_config": {}}
+    assert config_from_hf(outer | {"tie_word_embeddings": True}).tie_embeddings
+    assert config_from_hf(outer) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"full_attention_interval": 0}, "full_attention_interval must be a positive integer"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim must be a positive integer, got 0"),
+        ({"linear_num_value_heads": 3}, "linear.value_heads=3 is not a multiple of"),
+        ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, model.n_layers=4"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types .* are not supported"),
+        ({"num_experts": 8}, "unknown features, not supported: num_experts=8"),
+    ]
+    + [
+        (
+            {"rope_parameters": HYBRID_HF["rope_parameters"] | {"partial_rotary_factor": share}},
+            "partial_rotary_factor",
+        )
+        for share in (0, 0.003, 0.1, 1.5, None)
+    ],
+)
+def test_a_qwen3_5_that_cannot_be_computed_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(HYBRID_HF | change)
