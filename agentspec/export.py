@@ -40,6 +40,8 @@ from agentspec.tasks.jsonlines import DataError
 from agentspec.tokens.tokenizer import Tokenizer, load_tokenizer
 from agentspec.workdir import RunError, read_object
 
+_MARK = ".export"  # in a folder under way: ours, to be replaced by the next try
+
 COPIED = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
     "merges.txt tokenizer.model chat_template.jinja chat_template.json generation_config.json "
@@ -133,6 +135,8 @@ def export(
         RunError: where ``out`` is in use already, or the run's settings are not found.
         CheckpointError: for a checkpoint that is absent, damaged, or not of the settings' model.
     """
+    if out.is_symlink():
+        raise RunError(f"--out={out} is a link; name the folder itself")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"--out={out} is there already and not empty; name a new folder")
     run = Path(split_step(checkpoint)[0]).resolve().parent.parent
@@ -140,9 +144,12 @@ def export(
     saved = open_params(checkpoint)
     tensors = [*_trained(origin, saved, dtype, run), *_untouched(origin)]
     partial = out.with_name(out.name + ".partial")
-    if partial.exists():  # left by an export that was killed
-        shutil.rmtree(partial)
+    if partial.exists():
+        if not (partial / _MARK).exists():
+            raise RunError(f"{partial} is in the way, and no export left it; move it")
+        shutil.rmtree(partial)  # left by an export that was killed
     partial.mkdir(parents=True)
+    (partial / _MARK).touch()
     origin.write_files(partial)
     with StageProgress("export", 0, len(tensors)) as progress:
         write_folder(
@@ -154,6 +161,7 @@ def export(
     hf_config = _with_dtype(origin.hf_config, tensors[0].dtype.name)
     text = json.dumps(hf_config, indent=2, ensure_ascii=False)
     (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+    (partial / _MARK).unlink()
     partial.replace(out)
     return sum(tensor.nbytes for tensor in tensors)
 

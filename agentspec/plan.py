@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from agentspec.costs import Cost
 from agentspec.job import build_job
 from agentspec.model.config import ModelConfig
 from agentspec.model.hf_config import config_from_hf
+from agentspec.model.safetensors_files import read_json
 from agentspec.plan_programs import Measured, Setting, Training, chip_bytes, slice_devices
 from agentspec.plan_report import Phase, Report, Work, candidates, described, nearest, text
 from agentspec.plan_sampling import Sampling
@@ -44,7 +44,7 @@ def model_config(settings: Settings) -> ModelConfig:
     m, file = settings.model, Path(settings.model.path) / "config.json"
     if m.path and file.is_file():
         with entry.reading("model.path", m.path):
-            config = config_from_hf(json.loads(file.read_text(encoding="utf-8")), str(file))
+            config = config_from_hf(read_json(file), str(file))
     else:
         with entry.reading("model.path", m.path):
             here = dataclasses.replace(settings, mesh=MeshSettings())  # no devices are needed
@@ -208,7 +208,9 @@ def suggest(planner: Planner, first: Setting, most: int) -> str:
     limit = planner.config.n_kv_heads
     found, n = nearest(candidates(first, limit), fits, planner.state_bytes, most)
     if found is None:
-        return f"None of the {n} other settings tried fits; --most_tries allows more."
+        if not n:
+            return "Nothing else was tried: no other setting could fit, or --most_tries is 0."
+        return f"None of the {n} other settings tried fits; --most_tries may allow more."
     report = tried[found]
     peak = max(phase.peak_bytes for phase in report.phases)
     return (

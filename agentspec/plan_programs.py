@@ -90,8 +90,16 @@ def slice_devices(wanted: Slice) -> list[Any]:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing here touches a TPU
-    more = {"chip_config_name": "megacore"} if wanted.chip.name == "v4" else {}  # one device a chip
-    found = topologies.get_topology_desc(platform="tpu", topology_name=wanted.name, **more)
+    more: dict[str, Any] = {}
+    if wanted.chip.name == "v4":
+        more["chip_config_name"] = "megacore"  # one device a chip
+    if wanted.n_chips == 1:
+        more["chips_per_host_bounds"] = (1, 1, 1)
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=wanted.name, **more)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"libtpu knows no slice {wanted.name}: {reason}") from error
     return list(found.devices)
 
 

@@ -140,20 +140,28 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
     Raises:
         FileNotFoundError: where there are none, or the index names a file that is not there.
-        ValueError: for damaged files, and tensors that the index names and no file holds.
+        ValueError: for damaged files, for tensors that lie elsewhere than the index says, or in
+            more than one file.
     """
     weight_map, files = {}, ["model.safetensors"]
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map", {})
-        files = sorted(set(weight_map.values()))
-        absent = [file for file in files if not (folder / file).exists()]
+        named = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+        if odd := [file for file in named if type(file) is not str or Path(file).name != file]:
+            raise ValueError(f"{folder / INDEX}: weight_map names {odd[0]!r}, not a file beside it")
+        files = sorted(set(named))
+        absent = [file for file in files if not (folder / file).is_file()]
         if absent:
             raise FileNotFoundError(f"{folder / INDEX} names absent files: {', '.join(absent)}")
-    elif not (folder / files[0]).exists():
+    elif not (folder / files[0]).is_file():
         raise FileNotFoundError(f"{folder} has neither model.safetensors nor {INDEX}")
     tensors: dict[str, Stored] = {}
     for file in files:
-        tensors |= read_header(folder / file)
+        for name, stored in read_header(folder / file).items():
+            if weight_map.get(name, file) != file or name in tensors:
+                where = weight_map.get(name, "another file")
+                raise ValueError(f"{folder / file} holds {name}, which belongs to {where}")
+            tensors[name] = stored
     lost = sorted(weight_map.keys() - tensors.keys())
     if lost:
         raise ValueError(f"{folder / INDEX} lists tensors that no file holds: {', '.join(lost)}")

@@ -139,9 +139,13 @@ def _named_ends(folder: Path, full: hf.Tokenizer) -> list[str]:
         ends.append(eos["content"] if isinstance(eos, dict) else eos)
     for name in ("config.json", "generation_config.json"):
         given = _json(folder / name)
-        given = given.get("text_config") or given
-        ids = given.get("eos_token_id")
+        ids = (given.get("text_config") or {}).get("eos_token_id", given.get("eos_token_id"))
         for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if type(i) is not int or i < 0:
+                raise ValueError(
+                    f"{folder / name}: eos_token_id must be a token id or a list of them, "
+                    f"got {ids!r}"
+                )
             if i not in controls:
                 raise ValueError(
                     f"{folder / name}: eos_token_id {i} is {full.id_to_token(i)!r} in "
@@ -159,6 +163,8 @@ def _json(file: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: expected a JSON object, got {type(content).__name__}")
     return content
 
 

@@ -288,6 +288,9 @@ def test_a_folder_in_use_is_refused(tmp_path, checkpoint):
 def test_what_an_export_that_was_killed_left_is_replaced(tmp_path, checkpoint):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "model.safetensors.partial").write_bytes(b"x")
+    with pytest.raises(RunError, match="out.partial is in the way, and no export left it"):
+        export(checkpoint, tmp_path / "out")
+    (tmp_path / "out.partial" / ".export").touch()
     export(checkpoint, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "config.json",

@@ -132,6 +132,12 @@ def test_stop_ids_are_the_union_of_what_the_folder_names(tmp_path):
         json.dumps({"eos_token_id": [WORDS.eos_ids[0], close]})
     )
     assert load_tokenizer(tmp_path).eos_ids == (*WORDS.eos_ids, think, close)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {}, "eos_token_id": think}))
+    assert load_tokenizer(tmp_path).eos_ids == (*WORDS.eos_ids, think, close)
+    for wrong in ("2", -1, [None], {}):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(ValueError, match="eos_token_id must be a token id or a list"):
+            load_tokenizer(tmp_path)
     ordinary = WORDS.encode("a")[0]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ordinary}))
     with pytest.raises(ValueError, match="generation_config.json: eos_token_id .* not a control"):

@@ -475,3 +475,25 @@ def test_qwen3_5_is_read_from_its_config():
 def test_a_qwen3_5_that_cannot_be_computed_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(HYBRID_HF | change)
+
+
+def test_the_index_says_where_a_tensor_lies(tmp_path):
+    """A tensor in another file than the index names, or in two, or outside the folder."""
+    model = LanguageModel(QWEN3)
+    save_hf(make_loaded(model, model.init(jax.random.key(0))), tmp_path, 20_000)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    name = next(n for n, shard in index["weight_map"].items() if shard == shards[0])
+    assert len(shards) > 1
+    for wrong, message in (
+        (shards[1], f"{shards[0]} holds {name}, which belongs to {shards[1]}"),
+        (f"../{shards[0]}", "weight_map names '../model"),
+        (7, "weight_map names 7"),
+    ):
+        file.write_text(json.dumps(index | {"weight_map": index["weight_map"] | {name: wrong}}))
+        with pytest.raises(ValueError, match=message):
+            load_model(tmp_path)
+    file.write_text(json.dumps(index | {"weight_map": None}))
+    with pytest.raises(ValueError, match="weight_map names None"):
+        load_model(tmp_path)
