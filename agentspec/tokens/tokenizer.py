@@ -139,7 +139,8 @@ def _named_ends(folder: Path, full: hf.Tokenizer) -> list[str]:
         ends.append(eos["content"] if isinstance(eos, dict) else eos)
     for name in ("config.json", "generation_config.json"):
         given = _json(folder / name)
-        ids = (given.get("text_config") or {}).get("eos_token_id", given.get("eos_token_id"))
+        ids = (given.get("text_config") or {}).get("eos_token_id")
+        ids = given.get("eos_token_id") if ids is None else ids
         for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
             if type(i) is not int or i < 0:
                 raise ValueError(

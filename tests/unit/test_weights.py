@@ -480,7 +480,7 @@ def test_a_qwen3_5_that_cannot_be_computed_is_refused_by_name(change, message):
 def test_the_index_says_where_a_tensor_lies(tmp_path):
     """A tensor in another file than the index names, or in two, or outside the folder."""
     model = LanguageModel(QWEN3)
-    save_hf(make_loaded(model, model.init(jax.random.key(0))), tmp_path, 20_000)
+    save_hf(make_loaded(model, model.init(jax.random.key(0))), tmp_path, 3_000)
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     shards = sorted(set(index["weight_map"].values()))
