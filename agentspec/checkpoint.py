@@ -30,6 +30,10 @@ from agentspec.state import TrainState
 
 _STEP = re.compile(r"\d{8,}")
 _CHUNK_BYTES = 1 << 24
+_VANISHED = (
+    "vanished while it was being read; a run deletes its older checkpoints: take the newest one, "
+    "or a copy"
+)
 _CONCURRENCY = ("data_copy_concurrency", "file_io_concurrency")
 
 
@@ -225,20 +229,25 @@ class Checkpointer:
             raise DamagedCheckpoint(f"{file} is missing")
         try:
             manifest: dict[str, Any] = json.loads(file.read_text())
-            files = dict(manifest["files"])
-        except (ValueError, KeyError, TypeError) as error:
+            files = {name: (size, crc) for name, (size, crc) in manifest["files"].items()}
+            for key in manifest["paths"]:
+                jax.ShapeDtypeStruct(*manifest["arrays"][key])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(f"{file} is damaged: {error!r}") from error
-        for name, (size, crc) in files.items():
-            part = path / name
-            if not part.exists():
-                raise DamagedCheckpoint(f"{part} is missing")
-            if part.stat().length != size:
-                raise DamagedCheckpoint(
-                    f"{part} has {part.stat().length} bytes, {size} were written"
-                )
-            if self.checksum and _crc(part) != crc:
-                raise DamagedCheckpoint(f"{part} is damaged: its checksum is not the one written")
+        try:
+            for name, (size, crc) in files.items():
+                self._verify_file(path / name, size, crc)
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{path} {_VANISHED}") from error
         return manifest
+
+    def _verify_file(self, file: epath.Path, size: int, crc: int) -> None:
+        if not file.exists():
+            raise DamagedCheckpoint(f"{file} is missing")
+        if (found := file.stat().length) != size:
+            raise DamagedCheckpoint(f"{file} has {found} bytes, {size} were written")
+        if self.checksum and _crc(file) != crc:
+            raise DamagedCheckpoint(f"{file} is damaged: its checksum is not the one written")
 
 
 def restore_params(where: epath.PathLike, target: Any = None) -> Any:
@@ -264,7 +273,7 @@ class SavedParams:
         """Array ``name``, or entry ``entry`` of its first dimension, some rows at a time.
 
         Nothing else is read, and no more at a time than about ``_CHUNK_BYTES`` or the rows that
-        were stored as one piece.
+        were stored as one piece. Raises DamagedCheckpoint, also where it was deleted meanwhile.
         """
         folder = str(self.path / "state" / "params")
         base = folder if "://" in folder else f"file://{folder}"
@@ -276,14 +285,22 @@ class SavedParams:
             if entry is not None:
                 array, piece = array[entry], piece[1:]
             if not array.rank:
-                yield array.read().result()
+                yield self._content(array)
                 return
             piece_bytes = piece[0] * math.prod(array.shape[1:]) * array.dtype.numpy_dtype.itemsize
             step = piece[0] * max(1, _CHUNK_BYTES // max(1, piece_bytes))
             for row in range(0, array.shape[0], step):
-                yield array[row : min(row + step, array.shape[0])].read().result()
-        except ValueError as error:
+                yield self._content(array[row : min(row + step, array.shape[0])])
+        except (ValueError, FileNotFoundError) as error:
+            if isinstance(error, FileNotFoundError) or str(error).startswith("NOT_FOUND"):
+                raise DamagedCheckpoint(f"{self.path} {_VANISHED}") from error
             raise DamagedCheckpoint(f"{folder}: {self.flat_names[name]}: {error}") from error
+
+    def _content(self, array: ts.TensorStore) -> np.ndarray:
+        """All of it. Without the database's own manifest, absent pieces would be read as zeros."""
+        content: np.ndarray = array.read().result()
+        (self.path / "state" / "params" / "manifest.ocdbt").stat()
+        return content
 
 
 def open_params(where: epath.PathLike) -> SavedParams:

@@ -18,7 +18,7 @@ from agentspec.configuration import ConfigError
 from agentspec.envs import lookup, storefront
 from agentspec.envs.base import WorldSource
 from agentspec.envs.episode import CUT_TURN, EpisodeLimits
-from agentspec.mesh import batch_sharding, make_mesh, param_shardings
+from agentspec.mesh import MeshError, batch_sharding, make_mesh, param_shardings
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.model.weights import load_model
@@ -115,7 +115,10 @@ def build_job(settings: Settings) -> Job:
     form = {key: getattr(m, key) for key in ("remat", "scan", "attention", "chunk")}
     if m.path:
         tokenizer = load_tokenizer(m.path)
-        loaded = load_model(m.path, mesh, m.dtype, param_dtype=m.param_dtype, **form)
+        try:
+            loaded = load_model(m.path, mesh, m.dtype, param_dtype=m.param_dtype, **form)
+        except MeshError as error:
+            raise ConfigError(f"config section mesh: {error}") from error
         model, loaded_params = loaded.model, loaded.params
     else:
         pieces = [piece for world in worlds.values() for piece in world.pieces()]
@@ -143,7 +146,7 @@ def build_job(settings: Settings) -> Job:
         try:
             param_shardings(model.logical_axes, model.shapes, mesh)
             batch_sharding(mesh, settings.pack.rows_per_batch * jax.process_count())
-        except ValueError as error:
+        except MeshError as error:
             raise ConfigError(f"config section mesh: {error}") from error
     c = settings.chat
     chat = Chat(
@@ -177,7 +180,7 @@ def _mesh(settings: Settings) -> Mesh | None:
         return None
     try:
         return make_mesh(**sizes)
-    except ValueError as error:
+    except MeshError as error:
         raise ConfigError(f"config section mesh: {error}") from error
 
 

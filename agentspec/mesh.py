@@ -33,20 +33,24 @@ LOGICAL_AXES: Mapping[str, str | None] = {
 BATCH_AXES = ("data", "fsdp")  # rows of a batch are cut over both
 
 
+class MeshError(ValueError):
+    """A mesh that does not go with the devices or with what is to lie on it."""
+
+
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
     """Returns a mesh of shape (data, fsdp, tensor).
 
     Raises:
-        ValueError: where the three do not multiply to the number of devices.
+        MeshError: where the three do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     shape = (data, fsdp, tensor)
     if min(shape) < 1:
-        raise ValueError(f"mesh data={data} x fsdp={fsdp} x tensor={tensor}: each is at least 1")
+        raise MeshError(f"mesh data={data} x fsdp={fsdp} x tensor={tensor}: each is at least 1")
     if math.prod(shape) != len(devices):
-        raise ValueError(
+        raise MeshError(
             f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {math.prod(shape)} devices, "
             f"got {len(devices)}"
         )
@@ -57,23 +61,23 @@ def partition(axes: Sequence[str], shape: Sequence[int], mesh: Mesh, name: str) 
     """Returns the spec of one array with logical ``axes`` and ``shape``; ``name`` is for errors.
 
     Raises:
-        ValueError: for an unknown logical axis, a mesh axis used twice, or a mesh axis that does
+        MeshError: for an unknown logical axis, a mesh axis used twice, or a mesh axis that does
             not divide its dimension.
     """
     if len(axes) != len(shape):
-        raise ValueError(f"{name}: {len(axes)} logical axes {tuple(axes)} for shape {tuple(shape)}")
+        raise MeshError(f"{name}: {len(axes)} logical axes {tuple(axes)} for shape {tuple(shape)}")
     spec: list[str | None] = []
     for axis, size in zip(axes, shape, strict=True):
         if axis not in LOGICAL_AXES:
-            raise ValueError(
+            raise MeshError(
                 f"{name}: unknown logical axis {axis!r}, allowed: {', '.join(LOGICAL_AXES)}"
             )
         mesh_axis = LOGICAL_AXES[axis]
         if mesh_axis is not None:
             if mesh_axis in spec:
-                raise ValueError(f"{name}: axes {tuple(axes)} use mesh axis {mesh_axis!r} twice")
+                raise MeshError(f"{name}: axes {tuple(axes)} use mesh axis {mesh_axis!r} twice")
             if size % mesh.shape[mesh_axis]:
-                raise ValueError(
+                raise MeshError(
                     f"{name}: dimension {axis!r} of size {size} is not divisible by mesh axis "
                     f"{mesh_axis!r} of size {mesh.shape[mesh_axis]}"
                 )
@@ -100,9 +104,9 @@ def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
     """Returns the sharding of a batch of ``rows`` rows, cut over ``data`` and ``fsdp``.
 
     Raises:
-        ValueError: where the devices of those axes do not divide ``rows``.
+        MeshError: where the devices of those axes do not divide ``rows``.
     """
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if rows % ways:
-        raise ValueError(f"{rows} rows a batch are not divisible by data x fsdp = {ways} devices")
+        raise MeshError(f"{rows} rows a batch are not divisible by data x fsdp = {ways} devices")
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

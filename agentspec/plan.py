@@ -3,10 +3,10 @@
     python -m agentspec.plan --config=configs/qwen3_4b.py:search --topology=v5e:8x8
         [--only=train|sample] [--config.mesh.fsdp=64 --config.model.remat=full ...]
 
-Compiles the job's own programs for that slice, without a TPU (``pip install libtpu``, or the extra
-``tpu``) and without weights: ``model.path`` may name a folder that holds a config.json and nothing
-else. Prints what each phase takes of a chip's memory and what each program costs. Exit code 1 if
-something does not fit; then it looks for the nearest setting that does, by trying.
+Compiles the job's own programs for that slice, without a TPU (the extra ``plan``: libtpu) and
+without weights: ``model.path`` may name a folder that holds a config.json and nothing else. Prints
+what each phase takes of a chip's memory and what each program costs. Exit code 1 if something does
+not fit; then it looks for the nearest setting that does, by trying.
 
 Memory: weights, moments and both sampling caches stay on the chips throughout; the sampling copy of
 the weights is there while sampling only, accumulated gradients during an update only.
@@ -208,9 +208,12 @@ def suggest(planner: Planner, first: Setting, most: int) -> str:
     limit = planner.config.n_kv_heads
     found, n = nearest(candidates(first, limit), fits, planner.state_bytes, most)
     if found is None:
+        if not most:
+            return "Nothing else was tried: --most_tries is 0."
         if not n:
-            return "Nothing else was tried: no other setting could fit, or --most_tries is 0."
-        return f"None of the {n} other settings tried fits; --most_tries may allow more."
+            return "There is no other setting to try that could fit."
+        more = "there are no more to try" if n < most else "--most_tries may allow more"
+        return f"None of the {n} other settings tried fits; {more}."
     report = tried[found]
     peak = max(phase.peak_bytes for phase in report.phases)
     return (

@@ -141,7 +141,8 @@ def _cost(program: Any) -> Cost | None:
         found = importlib.metadata.version("libtpu"), importlib.metadata.version("jaxlib")
         say(
             "[plan] costs are not counted: jaxlib {1} cannot read what libtpu {0} wrote; install "
-            "the libtpu of constraints.txt. ".format(*found) + str(error).splitlines()[0]
+            "the libtpu of constraints.txt. ".format(*found)
+            + str(error).splitlines()[0]
         )
         return None
 
@@ -150,11 +151,13 @@ def _needs_bytes(message: str) -> int | None:
     """What a program needs, from the compiler's refusal; None for another error."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    sizes = re.search(r"Used ([\d.]+)([KMG]) of|HLO temporaries \(([\d.]+)([KMG])\)", message)
+    number = r"([\d.]+)([KMGT])"
+    forms = (rf"Used {number} of", rf"HLO temporaries \({number}\)", rf"\({number}\) exceeds")
+    sizes = re.search("|".join(forms), message)
     if sizes is None:
         return None
-    number, unit = [part for part in sizes.groups() if part]
-    return int(float(number) * {"K": 2**10, "M": 2**20, "G": GIB}[unit])
+    size, unit = [part for part in sizes.groups() if part]
+    return int(float(size) * {"K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}[unit])
 
 
 def chip_bytes(tree: Any) -> int:

@@ -82,8 +82,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raises ValueError, naming the field, for a shape that cannot be computed."""
         names = "vocab_size d_model n_layers n_heads n_kv_heads head_dim d_ff max_positions chunk"
-        for name in names.split():
-            value = getattr(self, name)
+        sizes = {name: getattr(self, name) for name in names.split()}
+        if self.linear is not None:
+            sizes |= {f"linear.{k}": v for k, v in dataclasses.asdict(self.linear).items()}
+        for name, value in sizes.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"model.{name} must be a positive integer, got {value!r}")
         _divides("n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentspec.model.config import DTYPES, LinearShape, Llama3Rope, ModelConfig
@@ -63,6 +64,22 @@ _VISION = frozenset(
     "vision_end_token_id tie_word_embeddings language_model_only".split()
 )
 
+_Check = tuple[str, Callable[[Any], bool]]  # what a value must be, in words and as a test
+_SIZE: _Check = ("a positive integer", lambda v: type(v) is int and v > 0)
+_NUMBER: _Check = (
+    "a finite number above 0",
+    lambda v: type(v) in (int, float) and 0 < v <= sys.float_info.max,
+)
+_FLAG: _Check = ("true or false", lambda v: type(v) is bool)
+_ID: _Check = ("a token id", lambda v: type(v) is int and v >= 0)
+_IDS: _Check = (
+    "a token id or a list of them",
+    lambda v: all(map(_ID[1], v if isinstance(v, list) else [v])),
+)
+_NAME: _Check = ("a name", lambda v: isinstance(v, str))
+_NAMES: _Check = ("a list of names", lambda v: isinstance(v, list) and all(map(_NAME[1], v)))
+_OBJECT: _Check = ("an object", lambda v: isinstance(v, Mapping))
+
 
 def config_from_hf(hf: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Returns the config of a parsed ``config.json``; ``source`` is for errors.
@@ -73,9 +90,6 @@ def config_from_hf(hf: Mapping[str, Any], source: str = "config.json") -> ModelC
         ValueError: naming every missing key, or the feature that is not supported.
     """
     kind = str(hf.get("model_type"))
-    for key in ("architectures", "layer_types"):
-        if not isinstance(hf.get(key), list | None):
-            raise ValueError(f"{source}: {key} must be a list of names, got {hf[key]!r}")
     if kind in MULTIMODAL:
         hf, kind = _text_part(hf, source)
     if kind not in ARCHITECTURES:
@@ -95,9 +109,9 @@ def config_from_hf(hf: Mapping[str, Any], source: str = "config.json") -> ModelC
     if missing:
         raise ValueError(f"{source}: missing {', '.join(missing)}")
     theta, scaling, share = _rope(hf, family, source)
-    size = functools.partial(_size, hf, source)
-    width, heads = size("hidden_size"), size("num_attention_heads")
-    head_dim = None if hf.get("head_dim") is None else size("head_dim")
+    read = functools.partial(_read, hf, source)
+    width, heads = read("hidden_size", _SIZE), read("num_attention_heads", _SIZE)
+    head_dim = read("head_dim", _SIZE)
     if head_dim is None:
         if width % heads:
             raise ValueError(
@@ -105,67 +119,47 @@ def config_from_hf(hf: Mapping[str, Any], source: str = "config.json") -> ModelC
                 f"num_attention_heads={heads}"
             )
         head_dim = width // heads
+    eos = read("eos_token_id", _IDS, [])
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    layer_types = _layer_types(hf, family, source)
     linear = None
     if family == "qwen3_5":
-        linear = LinearShape(**{ours: size(name) for ours, name in _LINEAR.items()})
+        linear = LinearShape(**{ours: read(name, _SIZE) for ours, name in _LINEAR.items()})
     return ModelConfig(
-        vocab_size=size("vocab_size"),
+        vocab_size=read("vocab_size", _SIZE),
         d_model=width,
-        n_layers=size("num_hidden_layers"),
+        n_layers=read("num_hidden_layers", _SIZE),
         n_heads=heads,
-        n_kv_heads=heads
-        if hf.get("num_key_value_heads") is None
-        else size("num_key_value_heads"),
+        n_kv_heads=read("num_key_value_heads", _SIZE, heads),
         head_dim=head_dim,
-        d_ff=size("intermediate_size"),
+        d_ff=read("intermediate_size", _SIZE),
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_dim=_rotary_dim(head_dim, share, source),
-        norm_eps=_number(hf["rms_norm_eps"], "rms_norm_eps", source),
-        tie_embeddings=_flag(hf, "tie_word_embeddings", source),
+        norm_eps=float(read("rms_norm_eps", _NUMBER)),
+        tie_embeddings=read("tie_word_embeddings", _FLAG, False),
         family=family,
-        layer_types=_layer_types(hf, source) if family == "qwen3_5" else (),
+        layer_types=layer_types,
         linear=linear,
         dtype=dtype if dtype in DTYPES else "float32",  # float16 widens exactly
-        max_positions=32768
-        if hf.get("max_position_embeddings") is None
-        else size("max_position_embeddings"),
-        bos_id=next(iter(_ids(hf, "bos_token_id", source)), None),
-        eos_ids=_ids(hf, "eos_token_id", source),
-        pad_id=next(iter(_ids(hf, "pad_token_id", source)), None),
+        max_positions=read("max_position_embeddings", _SIZE, 32768),
+        bos_id=read("bos_token_id", _ID),
+        eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        pad_id=read("pad_token_id", _ID),
     )
 
 
-def _size(hf: Mapping[str, Any], source: str, key: str) -> int:
-    """A positive integer of the file."""
-    value = hf[key]
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{source}: {key} must be a positive integer, got {value!r}")
+def _read(hf: Mapping[str, Any], source: str, key: str, check: _Check, default: Any = None) -> Any:
+    """Returns ``hf[key]``, checked, or ``default`` where it is absent or null."""
+    value = hf.get(key)
+    return default if value is None else _checked(value, source, key, check)
+
+
+def _checked(value: Any, source: str, key: str, check: _Check) -> Any:
+    wanted, fits = check
+    if not fits(value):
+        raise ValueError(f"{source}: {key} must be {wanted}, got {value!r}")
     return value
-
-
-def _number(value: Any, key: str, source: str) -> float:
-    """A finite number above 0."""
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise ValueError(f"{source}: {key} must be a finite number above 0, got {value!r}")
-    return float(value)
-
-
-def _flag(hf: Mapping[str, Any], key: str, source: str) -> bool:
-    value = hf.get(key)
-    if value is not None and type(value) is not bool:
-        raise ValueError(f"{source}: {key} must be true or false, got {value!r}")
-    return bool(value)
-
-
-def _ids(hf: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
-    """A token id, a list of them, or none."""
-    value = hf.get(key)
-    found = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(i) is not int or i < 0 for i in found):
-        raise ValueError(f"{source}: {key} must be a token id or a list of them, got {value!r}")
-    return tuple(found)
 
 
 def _rotary_dim(head_dim: int, share: float, source: str) -> int:
@@ -176,7 +170,7 @@ def _rotary_dim(head_dim: int, share: float, source: str) -> int:
     if not 0 < share <= 1 or turned < 2 or turned % 2:
         raise ValueError(
             f"{source}: partial_rotary_factor {share} of head_dim={head_dim} gives {turned} "
-            "dimensions to turn; it must be above 0, at most 1, and give an even number"
+            "dimensions to turn; it must be above 0, at most 1, and give an even number from 2 on"
         )
     return turned
 
@@ -233,16 +227,16 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _text_part(hf: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], str]:
     """Returns the text model's part of a multimodal config, and its type."""
-    text = hf.get("text_config")
-    if not isinstance(text, Mapping):
+    text = _read(hf, source, "text_config", _OBJECT)
+    if text is None:
         raise ValueError(f"{source}: model_type {hf['model_type']!r} without a text_config")
     unknown = sorted(hf.keys() - _VISION - _IGNORED)
     if unknown:
         raise ValueError(f"{source}: unknown features, not supported: {', '.join(unknown)}")
-    named = hf.get("architectures") or [MULTIMODAL[hf["model_type"]]]
-    if list(named) != [MULTIMODAL[hf["model_type"]]]:
-        raise ValueError(f"{source}: architectures {list(named)} are not supported")
-    kind = str(text.get("model_type", f"{hf['model_type']}_text"))
+    named = _read(hf, source, "architectures", _NAMES) or [MULTIMODAL[hf["model_type"]]]
+    if named != [MULTIMODAL[hf["model_type"]]]:
+        raise ValueError(f"{source}: architectures {named} are not supported")
+    kind = _read(text, source, "model_type", _NAME, f"{hf['model_type']}_text")
     merged = dict(text) | {"model_type": kind}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
         if merged.get(key) is None and hf.get(key) is not None:
@@ -252,22 +246,24 @@ def _text_part(hf: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], s
     return merged, kind
 
 
-def _layer_types(hf: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    """Returns the kinds of Qwen3.5's layers: listed, or every n-th one full attention."""
-    n, named = _size(hf, source, "num_hidden_layers"), hf.get("layer_types")
-    if named is not None and not (isinstance(named, list) and all(type(k) is str for k in named)):
-        raise ValueError(f"{source}: layer_types must be a list of names, got {named!r}")
+def _layer_types(hf: Mapping[str, Any], family: str, source: str) -> tuple[str, ...]:
+    """Returns the kinds of Qwen3.5's layers: listed, or every n-th full attention; else ()."""
+    n = _read(hf, source, "num_hidden_layers", _SIZE)
+    named = _read(hf, source, "layer_types", _NAMES)
+    if not named and family != "qwen3_5":
+        return ()
     if not named:
-        every = 4
-        if hf.get("full_attention_interval") is not None:
-            every = _size(hf, source, "full_attention_interval")
+        every = _read(hf, source, "full_attention_interval", _SIZE, 4)
         return tuple("linear" if (i + 1) % every else "full" for i in range(n))
-    odd = sorted(set(named) - _KINDS.keys())
+    kinds = _KINDS if family == "qwen3_5" else {"full_attention": "full"}
+    odd = sorted(set(named) - kinds.keys())
     if odd:
         raise ValueError(
-            f"{source}: layer_types {odd} are not supported, allowed: {', '.join(_KINDS)}"
+            f"{source}: layer_types {odd} are not supported, allowed: {', '.join(kinds)}"
         )
-    return tuple(_KINDS[name] for name in named)
+    if len(named) != n:
+        raise ValueError(f"{source}: layer_types names {len(named)} layers, num_hidden_layers={n}")
+    return tuple(kinds[name] for name in named) if family == "qwen3_5" else ()
 
 
 def _refuse_unsupported(hf: Mapping[str, Any], kind: str, source: str) -> None:
@@ -282,16 +278,10 @@ def _refuse_unsupported(hf: Mapping[str, Any], kind: str, source: str) -> None:
     window = hf.get("sliding_window")
     if window is not None and hf.get("use_sliding_window", True):
         raise ValueError(f"{source}: sliding_window={window} in use is not supported")
-    layer_types = set(hf.get("layer_types") or ()) - {"full_attention"}
-    if layer_types and family != "qwen3_5":
+    named = _read(hf, source, "architectures", _NAMES) or [ARCHITECTURES[kind]]
+    if named not in ([ARCHITECTURES[kind]], list(MULTIMODAL.values())):
         raise ValueError(
-            f"{source}: layer_types {sorted(layer_types)} are not supported, "
-            "allowed: full_attention"
-        )
-    named = hf.get("architectures") or [ARCHITECTURES[kind]]
-    if list(named) not in ([ARCHITECTURES[kind]], list(MULTIMODAL.values())):
-        raise ValueError(
-            f"{source}: architectures {list(named)} are not supported, "
+            f"{source}: architectures {named} are not supported, "
             f"allowed for {kind}: {ARCHITECTURES[kind]}"
         )
     known = _IGNORED | _USED | only.keys() | {"sliding_window", "layer_types"}
@@ -309,34 +299,27 @@ def _rope(
     hf: Mapping[str, Any], family: str, source: str
 ) -> tuple[float, Llama3Rope | None, float]:
     """Returns rotary base, scaling and share of the head, from the 4.x or the 5.x form."""
-    new, old = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
-    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{source}: {key} must be an object, got {value!r}")
-    scaling = dict(old)
-    if new:
-        scaling = {key: value for key, value in new.items() if key != "rope_theta"}
-        said = {("rope_type" if key == "type" else key): value for key, value in old.items()}
-        other = {key: value for key, value in said.items() if scaling.get(key) != value}
-        if hf.get("rope_theta") not in (None, new.get("rope_theta", hf.get("rope_theta"))):
-            other["rope_theta"] = hf["rope_theta"]
-        if other:
-            raise ValueError(
-                f"{source}: rope_parameters={dict(new)} and the older keys disagree on "
-                f"{', '.join(sorted(other))} ({other}); remove one form"
-            )
-    theta = new.get("rope_theta", hf.get("rope_theta"))
+    new, old = (_rope_form(hf, source, key) for key in ("rope_parameters", "rope_scaling"))
+    rope = new or old or {"rope_type": "default"}
+    top = {key: hf.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    older = {k: v for k, v in top.items() if k in rope and v is not None} | (old if new else {})
+    other = {k: v for k, v in older.items() if rope.get(k) != v}
+    if other:
+        raise ValueError(
+            f"{source}: {'rope_parameters' if new else 'rope_scaling'}={rope} and the older keys "
+            f"disagree on {', '.join(sorted(other))} ({other}); remove one form"
+        )
+    theta, rope_type = (top | rope)["rope_theta"], rope["rope_type"]
     if theta is None:
         raise ValueError(
             f"{source}: rope_theta is missing, at the top level and in rope_parameters; "
             "its default differs between models, so there is none here"
         )
-    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    share = 1.0
+    base, share = float(_checked(theta, source, "rope_theta", _NUMBER)), 1.0
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
     if family == "qwen3_5":  # text positions are equal in all sections, so sections do not matter
         share = scaling.pop("partial_rotary_factor", hf.get("partial_rotary_factor", 0.25))
-        share = _number(share, "partial_rotary_factor", source)
+        share = _checked(share, source, "partial_rotary_factor", _NUMBER)
         scaling.pop("mrope_section", None)
         scaling.pop("mrope_interleaved", None)
     elif scaling.get("partial_rotary_factor") == 1.0:
@@ -355,9 +338,15 @@ def _rope(
         raise ValueError(
             f"{source}: rope_type {rope_type!r} lacks {missing}, has unsupported {extra}"
         )
-    base = _number(theta, "rope_theta", source)
     if rope_type == "default":
         return base, None, share
-    stretch = {key: _number(scaling[key], key, source) for key in fields[:-1]}
-    original = _size(scaling, source, fields[-1])
+    stretch = {key: float(_read(scaling, source, key, _NUMBER)) for key in fields[:-1]}
+    original = _read(scaling, source, fields[-1], _SIZE)
     return base, Llama3Rope(**stretch, original_max_position_embeddings=original), share
+
+
+def _rope_form(hf: Mapping[str, Any], source: str, key: str) -> dict[str, Any]:
+    """Returns one of the two rope objects, its kind called ``rope_type``; {} where absent."""
+    form = _read(hf, source, key, _OBJECT, {})
+    rest = {name: value for name, value in form.items() if name != "type"}
+    return {"rope_type": form.get("type", "default")} | rest if form else {}

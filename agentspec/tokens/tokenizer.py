@@ -134,15 +134,22 @@ def _named_ends(folder: Path, full: hf.Tokenizer) -> list[str]:
     """The end tokens that the folder's other files name: what the model was trained to stop at."""
     controls = full.get_added_tokens_decoder()
     ends = []
-    eos = _json(folder / "tokenizer_config.json").get("eos_token")
+    file = folder / "tokenizer_config.json"
+    eos = _json(file).get("eos_token")
     if eos is not None:
-        ends.append(eos["content"] if isinstance(eos, dict) else eos)
+        piece = eos.get("content") if isinstance(eos, dict) else eos
+        if piece not in [token.content for token in controls.values()]:
+            raise ValueError(f"{file}: eos_token {eos!r} names no control token of tokenizer.json")
+        ends.append(piece)
     for name in ("config.json", "generation_config.json"):
         given = _json(folder / name)
-        ids = (given.get("text_config") or {}).get("eos_token_id")
+        text = given.get("text_config") or {}
+        if not isinstance(text, dict):
+            raise ValueError(f"{folder / name}: text_config must be an object, got {text!r}")
+        ids = text.get("eos_token_id")
         ids = given.get("eos_token_id") if ids is None else ids
         for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-            if type(i) is not int or i < 0:
+            if type(i) is not int or not 0 <= i < 1 << 31:
                 raise ValueError(
                     f"{folder / name}: eos_token_id must be a token id or a list of them, "
                     f"got {ids!r}"

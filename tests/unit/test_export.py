@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from agentspec.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoin
 from agentspec.configuration import ConfigError, flat_settings, settings_from
 from agentspec.export import export
 from agentspec.job import build_job
+from agentspec.model import safetensors_files
 from agentspec.model.weights import load_model
 from agentspec.settings import Settings
 from agentspec.state import TrainState
@@ -298,6 +301,18 @@ def test_what_an_export_that_was_killed_left_is_replaced(tmp_path, checkpoint):
     ]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_refused(tmp_path, checkpoint, there):
+    target = tmp_path / "target"
+    if there:
+        target.mkdir()
+    (tmp_path / "out").symlink_to(target)
+    with pytest.raises(RunError, match="--out=.*/out is a link; name the folder itself"):
+        export(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out").is_symlink() and target.exists() == there
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_the_checkpoint_must_be_of_the_settings_model(tmp_path, checkpoint):
     file = tmp_path / "source" / "config.json"
     config = json.loads(file.read_text())
@@ -335,6 +350,37 @@ def test_a_damaged_checkpoint_is_named(tmp_path, checkpoint):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("key", ["files", "paths", "arrays"])
+def test_a_manifest_without_a_key_is_named(tmp_path, checkpoint, key):
+    file = Path(checkpoint) / "00000005" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest[key]
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(DamagedCheckpoint, match=f"manifest.json is damaged: KeyError.*{key}"):
+        export(checkpoint, tmp_path / "out")
+
+
+def test_a_checkpoint_that_vanishes_before_it_is_read(tmp_path, checkpoint, monkeypatch):
+    def write_folder(*args):
+        shutil.rmtree(Path(checkpoint) / "00000005")
+        safetensors_files.write_folder(*args)
+
+    monkeypatch.setattr("agentspec.export.write_folder", write_folder)
+    with pytest.raises(DamagedCheckpoint, match="/00000005 vanished while it was being read"):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_checked(tmp_path, checkpoint, monkeypatch):
+    def crc(file):
+        shutil.rmtree(Path(checkpoint) / "00000005")
+        return zlib.crc32(file.read_bytes())
+
+    monkeypatch.setattr("agentspec.checkpoint._crc", crc)
+    with pytest.raises(DamagedCheckpoint, match="/00000005 vanished while it was being read"):
+        export(checkpoint, tmp_path / "out")
+
+
 # Single arrays of a checkpoint ------------------------------------------------------------------
 
 
@@ -352,3 +398,16 @@ def test_one_layer_of_a_large_stack_is_stored_apart(tmp_path):
     spec = {"driver": "ocdbt", "base": f"file://{folder}/"}
     names = tensorstore.KvStore.open(spec).result().list().result()
     assert sum(b"up/" in name and b".zarray" not in name for name in names) == 5
+
+
+@pytest.mark.parametrize("lost", ["manifest.ocdbt", "d/*", "*"])
+def test_what_vanishes_midway_is_not_read_as_zeros(tmp_path, lost):
+    stack = jnp.ones((5, 1000, 2048), jnp.float32)
+    saved = open_params(write_run(tmp_path / "run", {"up": stack}))
+    blocks = saved.blocks("up")
+    np.testing.assert_array_equal(next(blocks), stack[:2])
+    for path in (Path(saved.path) / "state" / "params").rglob(lost):
+        if path.is_file():
+            path.unlink()
+    with pytest.raises(DamagedCheckpoint, match="/00000005 vanished while it was being read"):
+        list(blocks)

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,13 +15,13 @@ import jax.numpy as jnp
 import pytest
 
 from agentspec import costs, plan
-from agentspec.chips import CHIPS, GIB, slice_named
-from agentspec.configuration import settings_from
+from agentspec.chips import CHIPS, GIB, Slice, slice_named
+from agentspec.configuration import ConfigError, settings_from
 from agentspec.costs import Cost, Kernel
 from agentspec.losses.sft import token_logps
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
-from agentspec.plan_programs import Measured, Setting
+from agentspec.plan_programs import Measured, Setting, _needs_bytes, slice_devices
 from agentspec.plan_report import Phase, Report, candidates, described, nearest, text
 from agentspec.plan_sampling import grown
 from configs.tiny import get_config
@@ -64,6 +65,20 @@ def test_chip_figures_are_consistent() -> None:
         assert 0.9 < chip.usable_bytes / chip.hbm_bytes < 1.01
         sizes = [slice_named(f"{chip.name}:{shape}").n_chips for shape in chip.slices]
         assert sizes == sorted(sizes)
+
+
+def test_libtpu_knows_every_slice_listed() -> None:
+    pytest.importorskip("libtpu")
+    for chip in CHIPS.values():
+        for shape in chip.slices:
+            wanted = Slice(chip, shape)
+            assert len(slice_devices(wanted)) == wanted.n_chips, wanted.name
+
+
+def test_a_slice_that_libtpu_does_not_know_is_a_fault_of_the_command_line() -> None:
+    pytest.importorskip("libtpu")
+    with pytest.raises(ConfigError, match="libtpu knows no slice v5e:3x3: "):  # exit code 2
+        slice_devices(Slice(CHIPS["v5e"], "3x3"))
 
 
 # -- costs ----------------------------------------------------------------------------------------
@@ -160,6 +175,32 @@ def test_nearest_takes_the_first_that_fits_and_passes_over_the_hopeless() -> Non
     assert nearest(candidates(FIRST, 2), lambda _: False, lambda _: 0, most=3) == (None, 3)
 
 
+@pytest.mark.parametrize(
+    ("first", "bytes_needed", "most", "words"),
+    [
+        (FIRST, 0, 0, "Nothing else was tried: --most_tries is 0."),
+        (FIRST, 0, 3, "None of the 3 other settings tried fits; --most_tries may allow more."),
+        (FIRST, 99 * GIB, 3, "There is no other setting to try that could fit."),
+        # Nothing is left to change but the halves of two cache rows of an agent.
+        (
+            Setting(slice_named("v5e:16x16"), (1, 256, 1), 4, "full", 1024, (2, 2)),
+            0,
+            9,
+            "None of the 1 other settings tried fits; there are no more to try.",
+        ),
+    ],
+)
+def test_what_is_said_where_nothing_fits(
+    first: Setting, bytes_needed: int, most: int, words: str
+) -> None:
+    planner: Any = SimpleNamespace(
+        config=dataclasses.replace(SMALL, n_kv_heads=1),
+        report=lambda setting: SimpleNamespace(fits=False),
+        state_bytes=lambda setting: bytes_needed,
+    )
+    assert plan.suggest(planner, first, most) == words
+
+
 def test_grown_lies_on_the_line() -> None:
     two = Measured("decode", 20, 10, 10, 7, Cost(200.0, 50.0), 1.0)
     three = Measured("decode", 28, 14, 14, 7, Cost(290.0, 70.0), 1.0)
@@ -242,6 +283,22 @@ def test_the_command_ends_with_code_1_where_it_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"model_type": "qwen3"}', "missing vocab_size"),
+    ],
+)
+def test_a_damaged_config_json_is_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    settings = settings_from(small_job(path=str(tmp_path)))
+    pattern = rf"^config key model.path: {tmp_path}/config.json:? .*{words}"
+    with pytest.raises(ConfigError, match=pattern):  # exit code 2
+        plan.model_config(settings)
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["--topology=v5e:3x3"], 2, "no v5e slice of shape '3x3'; known: 1x1, 2x2"),
@@ -252,3 +309,15 @@ def test_wrong_commands_are_refused(arguments: list[str], code: int, words: str)
     command = [sys.executable, "-m", "agentspec.plan", "--config=configs/tiny.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "n_bytes"),
+    [
+        ("RESOURCE_EXHAUSTED: Used 20.5G of 15.75G hbm", int(20.5 * 2**30)),
+        ("RESOURCE_EXHAUSTED: of HLO (1.06T) exceeds available HBM (15.75G)", int(1.06 * 2**40)),
+        ("INTERNAL: Used 20.5G of 15.75G hbm", None),
+    ],
+)
+def test_what_a_program_needs_is_read_from_the_compilers_refusal(message, n_bytes):
+    assert _needs_bytes(message) == n_bytes

@@ -142,3 +142,25 @@ def test_stop_ids_are_the_union_of_what_the_folder_names(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ordinary}))
     with pytest.raises(ValueError, match="generation_config.json: eos_token_id .* not a control"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", [], "expected a JSON object, got list"),
+        ("config.json", {"text_config": [1]}, "text_config must be an object, got .1."),
+        ("tokenizer_config.json", {"eos_token": ["</think>"]}, "eos_token .* names no control"),
+        ("tokenizer_config.json", {"eos_token": {"id": 3}}, "eos_token .* names no control"),
+        ("tokenizer_config.json", {"eos_token": "</none>"}, "eos_token '</none>' names no"),
+    ]
+    + [
+        (name, {"eos_token_id": ids}, "eos_token_id must be a token id or a list of them, got")
+        for name in ("config.json", "generation_config.json")
+        for ids in ("3", -1, [2, None], {"a": 1}, True, 10**30)
+    ],
+)
+def test_stop_ids_of_a_wrong_kind_are_refused_by_name(tmp_path, name, content, message):
+    WORDS.save(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"/{name}: {message}"):
+        load_tokenizer(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from agentspec.mesh import make_mesh
-from agentspec.model.config import Llama3Rope, ModelConfig
+from agentspec.model.config import LinearShape, Llama3Rope, ModelConfig
 from agentspec.model.hf_config import config_from_hf, config_to_hf
 from agentspec.model.transformer import LanguageModel
 from agentspec.model.weights import load_model, make_loaded, save_hf
@@ -395,6 +395,13 @@ def test_a_truncated_gguf_file_is_named(small_gguf, share):
         ({"eos_token_id": [[1, 2]]}, "eos_token_id must be a token id"),
         ({"architectures": 5}, "architectures must be a list of names, got 5"),
         ({"layer_types": 5}, "layer_types must be a list of names, got 5"),
+        ({"layer_types": [[1, 2]]}, "layer_types must be a list of names"),
+        ({"layer_types": ["full_attention"]}, "x.json: layer_types names 1 layers, num_hidden_l"),
+        ({"bos_token_id": "1"}, "bos_token_id must be a token id, got '1'"),
+        ({"eos_token_id": [1, None]}, "eos_token_id must be a token id"),
+        ({"max_position_embeddings": 10.0}, "max_position_embeddings must be a positive integer"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number above 0"),
+        ({"rope_parameters": []}, "rope_parameters must be an object, got .."),
         ({"rope_parameters": "x"}, "rope_parameters must be an object, got 'x'"),
         ({"rope_parameters": {"rope_theta": 1e6, "rope_type": [1]}}, "rope_type .1. is not supp"),
         ({"model_type": []}, "model_type '..' is not supported"),
@@ -417,6 +424,18 @@ def test_two_forms_of_rope_that_disagree_are_refused(old):
     new = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
     with pytest.raises(ValueError, match="x.json: rope_parameters=.* disagree on "):
         config_from_hf(QWEN3_06B | new | old, "x.json")
+
+
+def test_two_forms_of_rope_that_agree_are_read():
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 8192}
+    both = {
+        "rope_scaling": llama3 | {"type": "llama3"},
+        "rope_parameters": llama3 | {"rope_theta": 1e6, "rope_type": "llama3"},
+    }
+    assert config_from_hf(QWEN3_06B | both).rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
+    with pytest.raises(ValueError, match="disagree on partial_rotary_factor"):
+        config_from_hf(HYBRID_HF | {"partial_rotary_factor": 0.5})
 
 
 HYBRID_HF = {
@@ -451,6 +470,22 @@ def test_qwen3_5_is_read_from_its_config():
     outer = {"model_type": "qwen3_5", "text_config": HYBRID_HF, "vision_config": {}}
     assert config_from_hf(outer | {"tie_word_embeddings": True}).tie_embeddings
     assert config_from_hf(outer) == config
+    assert config_from_hf(HYBRID_HF | {"layer_types": []}) == config
+
+
+def test_of_a_multimodal_config_the_outer_tie_flag_counts():
+    for inside, outside in ((True, False), (False, True)):
+        text = HYBRID_HF | {"tie_word_embeddings": inside}
+        outer = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": outside}
+        assert config_from_hf(outer).tie_embeddings is outside
+    with pytest.raises(ValueError, match="architectures must be a list of names, got 5"):
+        config_from_hf(outer | {"architectures": 5})
+
+
+def test_sizes_of_linear_layers_must_be_positive():
+    shape = LinearShape(key_heads=1, value_heads=2, key_dim=0, value_dim=4)
+    with pytest.raises(ValueError, match="model.linear.key_dim must be a positive integer, got 0"):
+        dataclasses.replace(QWEN3, family="qwen3_5", linear=shape)
 
 
 @pytest.mark.parametrize(
@@ -460,7 +495,7 @@ def test_qwen3_5_is_read_from_its_config():
         ({"linear_key_head_dim": 0}, "linear_key_head_dim must be a positive integer, got 0"),
         ({"linear_num_value_heads": 3}, "linear.value_heads=3 is not a multiple of"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, model.n_layers=4"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers=4"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types .* are not supported"),
         ({"num_experts": 8}, "unknown features, not supported: num_experts=8"),
     ]
