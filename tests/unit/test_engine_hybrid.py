@@ -196,10 +196,10 @@ def test_a_sample_cancelled_after_its_last_token_leaves_the_sequence_as_it_was()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_order_of_calls(data):
-    """Opens, extensions, forks, rewinds and samples side by side, on few rows."""
+    """Opens, extensions, forks, rewinds and samples side by side."""
 
     async def main():
-        eng = engine(rows=3, speculator_rows=3)
+        eng = engine(rows=5, speculator_rows=3)  # open agent sequences keep their rows
         live = [eng.open(PROMPT[: data.draw(st.integers(1, 37))], seed=0)]
         for step in range(6):
             seq = data.draw(st.sampled_from(live))
