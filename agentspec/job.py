@@ -21,7 +21,7 @@ from agentspec.envs.episode import CUT_TURN, EpisodeLimits
 from agentspec.mesh import MeshError, batch_sharding, make_mesh, param_shardings
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
-from agentspec.model.weights import load_model
+from agentspec.model.weights import CHOICES, load_model
 from agentspec.rollout.engine import Engine
 from agentspec.settings import Settings
 from agentspec.tokens.chat import Chat
@@ -112,11 +112,11 @@ def build_job(settings: Settings) -> Job:
     """The job of these settings; reads the model's and the worlds' files."""
     worlds = {name: _world(name, settings) for name in settings.world.names}
     m, mesh = settings.model, _mesh(settings)
-    form = {key: getattr(m, key) for key in ("remat", "scan", "attention", "chunk")}
+    choices = {key: getattr(m, key) for key in CHOICES}
     if m.path:
         tokenizer = load_tokenizer(m.path)
         try:
-            loaded = load_model(m.path, mesh, m.dtype, param_dtype=m.param_dtype, **form)
+            loaded = load_model(m.path, mesh, m.dtype, **choices)
         except MeshError as error:
             raise ConfigError(f"config section mesh: {error}") from error
         model, loaded_params = loaded.model, loaded.params
@@ -138,8 +138,7 @@ def build_job(settings: Settings) -> Job:
             tie_embeddings=True,
             family="qwen3",
             dtype=m.dtype,
-            param_dtype=m.param_dtype,
-            **form,
+            **choices,
         )
         model, loaded_params = LanguageModel(config, mesh), None
     if mesh is not None:

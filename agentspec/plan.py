@@ -32,6 +32,7 @@ from agentspec.job import build_job
 from agentspec.model.config import ModelConfig
 from agentspec.model.hf_config import config_from_hf
 from agentspec.model.safetensors_files import read_json
+from agentspec.model.weights import CHOICES
 from agentspec.plan_programs import Measured, Setting, Training, chip_bytes, slice_devices
 from agentspec.plan_report import Phase, Report, Work, candidates, described, nearest, text
 from agentspec.plan_sampling import Sampling
@@ -49,14 +50,7 @@ def model_config(settings: Settings) -> ModelConfig:
         with entry.reading("model.path", m.path):
             here = dataclasses.replace(settings, mesh=MeshSettings())  # no devices are needed
             config = build_job(here).model.config
-    return dataclasses.replace(
-        config,
-        dtype=m.dtype,
-        param_dtype=m.param_dtype,
-        scan=m.scan,
-        attention=m.attention,
-        chunk=m.chunk,
-    )
+    return dataclasses.replace(config, dtype=m.dtype, **{key: getattr(m, key) for key in CHOICES})
 
 
 def first_setting(settings: Settings, wanted: Slice) -> Setting:

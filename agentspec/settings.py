@@ -157,8 +157,8 @@ class RewardSettings:
 class LossSettings:
     """Clipped surrogate. ``old_logp``: trainer (its own: ratio 1, no clip acts) | sampler.
 
-    ``logits_chunk_tokens``: how many tokens of every row the head takes at a time (0: all);
-    on a mesh, a part of the vocabulary with as many logits.
+    ``logits_chunk_tokens``: 0 has all logits at once; above 0 the head goes over parts of the
+    vocabulary, each of as many logits as that many tokens of every row have.
     """
 
     clip_low: float = 0.2

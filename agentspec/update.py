@@ -204,9 +204,9 @@ class Update:
             branches_BNJ=batch.get("branches_BNJ"),
         )
         chunk, model = self.loss.logits_chunk_tokens, self.model
-        if self.mesh is not None and 0 < chunk < hidden_BTD.shape[1]:
+        if 0 < chunk < hidden_BTD.shape[1]:
             axis, n = LOGICAL_AXES["vocab"], n_parts(hidden_BTD.shape[1], chunk)
-            ways = 1 if axis is None else self.mesh.shape[axis]
+            ways = 1 if axis is None or self.mesh is None else self.mesh.shape[axis]
             return logps_by_vocabulary(
                 model.unembed_part,
                 cut_head(model.head(params), n, ways),
@@ -222,7 +222,6 @@ class Update:
             batch["targets_BT"],
             batch["mask_BT"],
             temperature=temperature,
-            chunk_tokens=self.loss.logits_chunk_tokens,
         )
 
 

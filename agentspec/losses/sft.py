@@ -60,31 +60,10 @@ def token_logps(
     mask_BT: jax.Array,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies, float32 [B, T] in nats; meaningless but finite under mask 0.
 
-    With ``chunk_tokens`` above 0 the head runs over that many tokens of every row at a time and
-    again in the backward pass (``jax.checkpoint``), so that [B, T, V] never exists; 0 takes all at
-    once. Rows stay whole dimensions, since a mesh cuts them.
+    Holds all logits [B, T, V] at once; `vocabulary.logps_by_vocabulary` does not.
     """
-    B, T = targets_BT.shape
     hidden_BTD = jnp.where((mask_BT != 0)[..., None], hidden_BTD, 0)
-    if chunk_tokens <= 0 or chunk_tokens >= T:
-        return logps_of(unembed(hidden_BTD), targets_BT, temperature)
-
-    def one(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return logps_of(unembed(chunk[0]), chunk[1], temperature)
-
-    extra, n = -T % chunk_tokens, -(-T // chunk_tokens)
-
-    def chunks(array: jax.Array) -> jax.Array:  # [n, B, chunk, ...]
-        pad = [(0, 0), (0, extra)] + [(0, 0)] * (array.ndim - 2)
-        padded = jnp.pad(array, pad).reshape(B, n, chunk_tokens, *array.shape[2:])
-        return jnp.moveaxis(padded, 1, 0)
-
-    def whole(array: jax.Array) -> jax.Array:
-        return jnp.moveaxis(array, 0, 1).reshape(B, n * chunk_tokens)[:, :T]
-
-    logp, entropy = jax.lax.map(jax.checkpoint(one), (chunks(hidden_BTD), chunks(targets_BT)))
-    return whole(logp), whole(entropy)
+    return logps_of(unembed(hidden_BTD), targets_BT, temperature)

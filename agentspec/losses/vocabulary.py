@@ -1,8 +1,8 @@
-"""Log-probs with the head taken over parts of the vocabulary, for heads that a mesh cuts.
+"""Log-probs with the head taken over a part of the vocabulary at a time.
 
-In: final hidden states, the head's parts, targets. Out: what `sft.token_logps` gives, which takes
-the head over some tokens at a time instead. There a mesh exchanges the whole head, and its whole
-gradient, once for every chunk of tokens; here each part of it once. Pure JAX.
+In: final hidden states, the head's parts, targets. Out: what `sft.token_logps` gives, without ever
+holding [B, T, V]. Not over some tokens at a time: a mesh would exchange the whole head, and its
+whole gradient, once for every chunk of tokens; here each part of it once. Pure JAX.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ class LanguageModel:
             run = jax.checkpoint(
                 run, policy=_REMAT[self.config.remat], prevent_cse=not self.config.scan
             )
-        return self._place(run(self._place(x_BTD), layer_params))
+        return self._place(run(x_BTD, layer_params))
 
     def _by_rows(self, x_BTD: jax.Array) -> jax.Array:
         """The same by rows over the mesh's batch axes."""
