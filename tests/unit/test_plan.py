@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from agentspec.chips import CHIPS, GIB, Slice, slice_named
 from agentspec.configuration import ConfigError, settings_from
 from agentspec.costs import Cost, Kernel
 from agentspec.losses.sft import token_logps
+from agentspec.losses.vocabulary import cut_head, logps_by_vocabulary, n_parts
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
 from agentspec.plan_programs import Measured, Setting, _needs_bytes, slice_devices
@@ -91,8 +93,12 @@ def compiled_loss(config: ModelConfig, chunk_tokens: int, rows: int = 2, n: int 
     def loss(params: Any, ids_BT: jax.Array) -> jax.Array:
         hidden = model.hidden(params, ids_BT)
         mask_BT = jnp.ones_like(ids_BT)
-        logp_BT, _ = token_logps(
-            lambda h: model.unembed(params, h), hidden, ids_BT, mask_BT, chunk_tokens=chunk_tokens
+        if not chunk_tokens:
+            whole = functools.partial(model.unembed, params)
+            return token_logps(whole, hidden, ids_BT, mask_BT)[0].sum()
+        parts = cut_head(model.head(params), n_parts(n, chunk_tokens))
+        logp_BT, _ = logps_by_vocabulary(
+            model.unembed_part, parts, config.vocab_size, hidden, ids_BT, mask_BT
         )
         return logp_BT.sum()
 
@@ -101,12 +107,12 @@ def compiled_loss(config: ModelConfig, chunk_tokens: int, rows: int = 2, n: int 
 
 
 def test_loops_count_as_often_as_they_run() -> None:
-    # Layers under a scan and a head in chunks against everything written out.
+    # Layers under a scan and a head in parts against everything written out.
     config = dataclasses.replace(SMALL, dtype="float32", attention="xla")
     loops = costs.program_cost(compiled_loss(dataclasses.replace(config, scan=True), 64))
     plain = costs.program_cost(compiled_loss(config, 0))
     assert loops.counted_once == ()
-    # The chunked head is computed twice, like all that is under jax.checkpoint; the other is not.
+    # The head in parts is computed twice, like all that is under jax.checkpoint; the other is not.
     head = 2 * 512 * 256 * 2 * 256
     assert loops.flops == pytest.approx(plain.flops + head, rel=0.01)
     once = compiled_loss(dataclasses.replace(config, scan=True), 64).cost_analysis()["flops"]
