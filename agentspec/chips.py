@@ -2,8 +2,8 @@
 
 In: a slice's name such as ``v5e:8x8``. Out: how many chips it has and what each can do. Figures are
 those of Google Cloud's documentation (each chip names its page, as read in November 2026); peak
-FLOP/s are dense bfloat16. ``usable_bytes`` is what the compiler (libtpu 0.0.52) says that a program
-may take of a chip's memory, the rest being the runtime's.
+FLOP/s are dense bfloat16. ``usable_bytes`` is what the compiler (libtpu 0.0.42.1) says that a
+program may take of a chip's memory, the rest being the runtime's.
 """
 
 from __future__ import annotations

@@ -53,17 +53,18 @@ def _array(piece: Piece, stored: Readable, dtype: Any, sharding: Any) -> jax.Arr
         whole = stored.read(piece.cut([slice(None)] * len(piece.shape)), dtype)
         return jnp.array(whole.reshape(piece.shape))
 
-    @functools.cache
-    def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-        part = stored.read(piece.cut([slice(*bound) for bound in bounds]), dtype)
-        return part.reshape([stop - start for start, stop in bounds])
-
-    def one(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
+    made: dict[tuple[tuple[int, int], ...], jax.Array] = {}
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(piece.shape).items():
         cuts = zip(index, piece.shape, strict=True)
-        return read(tuple(cut.indices(size)[:2] for cut, size in cuts))
-
-    return jax.make_array_from_callback(piece.shape, sharding, one)
+        bounds = tuple(cut.indices(size)[:2] for cut, size in cuts)
+        part: Any = made.get(bounds)
+        if part is None:
+            part = stored.read(piece.cut([slice(*bound) for bound in bounds]), dtype)
+            part = part.reshape([stop - start for start, stop in bounds])
+        made[bounds] = jax.block_until_ready(jax.device_put(part, device))  # one on the host
+        shards.append(made[bounds])
+    return jax.make_array_from_single_device_arrays(piece.shape, sharding, shards)
 
 
 def _of_a_layer(sharding: NamedSharding | None) -> NamedSharding | None:
