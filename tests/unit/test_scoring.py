@@ -122,7 +122,7 @@ def test_members_of_an_agent_group_share_their_prompt():
     (batch,) = pack([row], 8, 1)
     assert batch.targets_BT[0][batch.mask_BT[0] == 1].tolist() == [1, 2, 3]
 
-    silent = episode([7, 8, 9], [turn(2)], 0.5)  # sampled nothing: counts in the mean, trains nothing
+    silent = episode([7, 8, 9], [turn(2)], 0.5)  # sampled nothing: trains nothing
     (again,), _ = scoring.agent_rows(make_job(), [[*group, silent]])
     assert [b.ids for b in again.branches] == [b.ids for b in row.branches]
     assert scoring.agent_rows(make_job(loss={"drop_uniform_groups": False}), [[silent]])[0] == []
