@@ -289,7 +289,8 @@ class LanguageModel:
             run = jax.checkpoint(
                 run, policy=_REMAT[self.config.remat], prevent_cse=not self.config.scan
             )
-        return self._place(run(x_BTD, layer_params))
+        # Placed here too, though the layer before has: under scan the kept inputs are whole without.
+        return self._place(run(self._place(x_BTD), layer_params))
 
     def _by_rows(self, x_BTD: jax.Array) -> jax.Array:
         """The same by rows over the mesh's batch axes."""
