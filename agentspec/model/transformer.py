@@ -289,7 +289,7 @@ class LanguageModel:
             run = jax.checkpoint(
                 run, policy=_REMAT[self.config.remat], prevent_cse=not self.config.scan
             )
-        # Placed here too, though the layer before has: under scan the kept inputs are whole without.
+        # Placed before too, or under scan the kept inputs would be whole on every device.
         return self._place(run(self._place(x_BTD), layer_params))
 
     def _by_rows(self, x_BTD: jax.Array) -> jax.Array:
