@@ -72,6 +72,8 @@ class Job:
             cache_tokens=e.cache_tokens,
             prefill_chunk=e.prefill_chunk,
             tokens_per_call=e.tokens_per_call,
+            page_tokens=e.page_tokens,
+            pages=e.pages,
         )
         engine.load(params, version)
         return engine

@@ -8,7 +8,7 @@ without weights: ``model.path`` may name a folder that holds a config.json and n
 what each phase takes of a chip's memory and what each program costs. Exit code 1 if something does
 not fit; then it looks for the nearest setting that does, by trying.
 
-Memory: weights, moments and both sampling caches stay on the chips throughout; the sampling copy of
+Memory: weights, moments and the sampling cache stay on the chips throughout; the sampling copy of
 the weights is there while sampling only, accumulated gradients during an update only.
 """
 
@@ -37,6 +37,7 @@ from agentspec.plan_programs import Measured, Setting, Training, chip_bytes, sli
 from agentspec.plan_report import Phase, Report, Work, candidates, described, nearest, text
 from agentspec.plan_sampling import Sampling
 from agentspec.progress import say
+from agentspec.rollout.device import span_rows
 from agentspec.settings import MeshSettings, Settings
 
 
@@ -97,13 +98,13 @@ class Planner:
         s, training = self.settings, self.training(setting)
         sampling = Sampling(s, self.config, setting.slice.host())
         state, weights = chip_bytes(training.state), chip_bytes(training.params)
-        caches = sum(chip_bytes(sampling.cache(rows)) for rows in setting.engine_rows)
+        caches = chip_bytes(sampling.cache(setting.engine_rows))
         parts = {
             f"weights ({self.config.stored_dtype})": weights,
             "optimizer state": state - weights,
             "gradients": weights,
             f"weights to sample with ({self.config.dtype})": chip_bytes(sampling.params),
-            "caches": caches,
+            "cache": caches,
         }
         phases: list[Phase] = []
         work: list[Work] = []
@@ -111,13 +112,11 @@ class Planner:
             self._train(training, parts, phases, work)
         if self.only != "train":
             for program in self._sampled(setting.slice.host(), setting.engine_rows):
-                held = chip_bytes(sampling.cache(setting.engine_rows[0]))
-                other = caches - held if "speculator" not in program.name else held
-                phases.append(Phase(program, {"weights and moments": state, "other cache": other}))
+                phases.append(Phase(program, {"weights and moments": state}))
                 if program.cost:
                     work.append(Work(_sampled_name(program, s, setting), program.cost))
         title = _title(s, self.config, setting, training)
-        a_row = caches // sum(setting.engine_rows)
+        a_row = sampling.row_bytes
         ways = int(sampling.mesh.size)
         return Report(title, setting, parts, tuple(phases), tuple(work), a_row, ways)
 
@@ -130,25 +129,27 @@ class Planner:
             "agent update": (s.agent.tasks_per_step * s.agent.group_size, 0),
             "speculator update": (s.speculator.tasks_per_step, branches_of(s)),
         }
-        moments, caches = parts["optimizer state"], parts["caches"]
+        moments, caches = parts["optimizer state"], parts["cache"]
         adding, applying = training.adding(), training.applying()
         for name, (rows, branches) in micro.items():
             n = -(-rows // setting.global_rows)
             say(f"[plan] compiling: {name}")
             program = training.gradients(f"{name}, micro-batch", branches)
-            beside = {"moments": moments, "caches": caches}
+            beside = {"moments": moments, "cache": caches}
             if n > 1:
                 beside["gradients so far"] = parts["gradients"]
             phases.append(Phase(program, beside))
             work += _update_work(name, n, program, adding, applying)
-        phases.append(Phase(applying, {"caches": caches}))
+        phases.append(Phase(applying, {"cache": caches}))
 
     def _sample(self, host: Slice, rows: tuple[int, int]) -> list[Measured]:
         sampling = Sampling(self.settings, self.config, host)
         say("[plan] compiling: sampling")
         names = ("decode, agent", "decode, speculator")
-        programs = [sampling.prefilling(rows[0])]
-        programs += [sampling.decoding(name, n) for name, n in zip(names, rows, strict=True) if n]
+        programs = [sampling.prefilling(rows)]
+        programs += [
+            sampling.decoding(name, rows) for name, n in zip(names, rows, strict=True) if n
+        ]
         return programs
 
 
@@ -173,7 +174,9 @@ def _update_work(
 def _sampled_name(program: Measured, s: Settings, setting: Setting) -> str:
     rows = setting.engine_rows["speculator" in program.name]
     if program.name == "prefill":
-        return f"prefill, {s.engine.prefill_chunk} tokens of {min(rows, 16)} rows"
+        return (
+            f"prefill, {span_rows(s.engine.prefill_chunk)} spans of {s.engine.prefill_chunk} tokens"
+        )
     return f"{program.name}, a token of {rows} rows"
 
 

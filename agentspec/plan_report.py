@@ -73,7 +73,7 @@ class Report:
     @property
     def sequences(self) -> int:
         """How many full sequences the caches could hold, all else as it is in each phase."""
-        used = max(phase.peak_bytes for phase in self.phases) - self.parts["caches"]
+        used = max(phase.peak_bytes for phase in self.phases) - self.parts["cache"]
         return max(0, (self.usable_bytes - used) // self.row_bytes) if self.row_bytes else 0
 
 

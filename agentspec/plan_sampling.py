@@ -15,12 +15,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from agentspec.chips import Slice
 from agentspec.mesh import LOGICAL_AXES, make_mesh, param_shardings
-from agentspec.model.cache import init_cache
 from agentspec.model.config import ModelConfig
+from agentspec.model.paged import Families, init_pages
 from agentspec.model.transformer import LanguageModel
-from agentspec.plan_programs import Measured, compiled, placed, slice_devices
-from agentspec.rollout.decode import DecodeRows, Programs
-from agentspec.rollout.engine import MAX_STOP_IDS, PREFILL_ROWS
+from agentspec.plan_programs import Measured, chip_bytes, compiled, placed, slice_devices
+from agentspec.rollout.decode import DecodeRows, Programs, SpanRows
+from agentspec.rollout.device import (
+    FAMILY_ROWS,
+    MAX_STOP_IDS,
+    default_pages,
+    n_states,
+    span_rows,
+)
 from agentspec.settings import Settings
 
 
@@ -49,11 +55,13 @@ class Sampling:
                 if ways == 1:
                     raise
 
-    def cache(self, rows: int, n_layers: int | None = None) -> Any:
-        """The abstract cache of ``rows`` sequences; heads are cut where there are heads."""
+    def cache(self, rows: tuple[int, int], n_layers: int | None = None) -> Any:
+        """The abstract cache of an engine of so many rows; heads are cut where there are heads."""
         config = _first_layers(self.config, n_layers or self.config.n_layers)
-        length, ways = self.settings.engine.cache_tokens, self.mesh.shape["tensor"]
-        shapes = jax.eval_shape(lambda: init_cache(config, rows, length))
+        e, ways = self.settings.engine, self.mesh.shape["tensor"]
+        pages = e.pages or default_pages(*rows, -(-e.cache_tokens // e.page_tokens))
+        states = n_states(*rows) if "linear" in config.kinds else 0
+        shapes = jax.eval_shape(lambda: init_pages(config, pages, e.page_tokens, states))
 
         def one(leaf: Any) -> Any:
             cut = leaf.ndim == 4 and leaf.shape[1] % ways == 0
@@ -62,21 +70,47 @@ class Sampling:
 
         return jax.tree.map(one, shapes)
 
-    def prefilling(self, rows: int) -> Measured:
-        """Prefill of a pool of ``rows``; its cost is one chunk of all rows of a call."""
+    @property
+    def row_bytes(self) -> int:
+        """What one more agent sequence of full length takes of each chip."""
+        return chip_bytes(self.cache((3, 0))) - chip_bytes(self.cache((2, 0)))
+
+    def prefilling(self, rows: tuple[int, int]) -> Measured:
+        """Reading of one block of spans."""
+        n, chunk = span_rows(self.settings.engine.prefill_chunk), self.settings.engine.prefill_chunk
+        ints = self._array((n,), jnp.int32)
+        ids, table = self._array((n, chunk), jnp.int32), self._table(n)
+        return self._deep("prefill", "read", rows, SpanRows(ids, table, ints, ints, ints, ints))
+
+    def decoding(self, name: str, rows: tuple[int, int]) -> Measured:
+        """Decode of the agent's or the speculator's rows; its cost is one token in every row."""
+        speculator = "speculator" in name
+        n = rows[speculator]
+        ints, floats = self._array((n,), jnp.int32), self._array((n,), jnp.float32)
+        asked = DecodeRows(
+            ids_R=ints,
+            positions_R=ints,
+            budget_R=ints,
+            least_R=ints,
+            seeds_R=self._array((n,), jnp.uint32),
+            temperature_R=floats,
+            top_p_R=floats,
+            top_k_R=ints,
+            stop_RK=self._array((n, MAX_STOP_IDS), jnp.int32),
+            forced_RN=self._array((n, self.settings.engine.tokens_per_call), jnp.int32),
+            table_RJ=self._table(n),
+            source_R=ints,
+            target_R=ints,
+        )
+        members = self._array((n, FAMILY_ROWS), jnp.int32)
+        families = Families(members, ints, ints, ints) if speculator else None
+        return self._deep(name, "decode", rows, asked, families)
+
+    def _table(self, n: int) -> Any:
         e = self.settings.engine
-        length = -(-e.cache_tokens // e.prefill_chunk) * e.prefill_chunk
-        ints = self._array((min(PREFILL_ROWS, rows),), jnp.int32)
-        ids = self._array((*ints.shape, length), jnp.int32)
-        return self._deep("prefill", "prefill", rows, ints, ids, ints, ints)
+        return self._array((n, -(-e.cache_tokens // e.page_tokens)), jnp.int32)
 
-    def decoding(self, name: str, rows: int) -> Measured:
-        """Decode of a pool of ``rows``; its cost is one token in every row."""
-        ints, floats = self._array((rows,), jnp.int32), self._array((rows,), jnp.float32)
-        seeds, stop = self._array((rows,), jnp.uint32), self._array((rows, MAX_STOP_IDS), jnp.int32)
-        return self._deep(name, "decode", rows, DecodeRows(ints, ints, ints, seeds, floats, stop))
-
-    def _deep(self, name: str, which: str, rows: int, *asked: Any) -> Measured:
+    def _deep(self, name: str, which: str, rows: tuple[int, int], *asked: Any) -> Measured:
         period = dataclasses.replace(self.config, scan=True).period
         repeats = self.config.n_layers // period
         # Not one repeat: the last attention of a prefill is left out, since nothing needs it.
@@ -84,9 +118,7 @@ class Sampling:
         e, found = self.settings.engine, []
         for depth in depths:
             model, params = self._weights(depth)
-            programs = Programs(
-                model, prefill_chunk=e.prefill_chunk, tokens_per_call=e.tokens_per_call
-            )
+            programs = Programs(model, e.tokens_per_call)
             run, cache = getattr(programs, which), self.cache(rows, depth)
             found.append(compiled(name, run, params, cache, *asked))
         if len(found) == 1:

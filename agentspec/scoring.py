@@ -71,7 +71,8 @@ def speculator_rows(job: Job, trajectories: Sequence[Trajectory]) -> tuple[list[
             key = tuple(t.ids[: turn.start])
             if not s.speculator.merge_equal_prefixes:
                 key += (-1, id(t), u)
-            if not turn.candidates or key in done:
+            candidates = [c for c in turn.candidates if c.ids]  # the others were never sampled
+            if not candidates or key in done:
                 continue
             if key not in targets:
                 skipped += 1
@@ -82,7 +83,7 @@ def speculator_rows(job: Job, trajectories: Sequence[Trajectory]) -> tuple[list[
                 [
                     np.mean([_reward(job, c.call, bool(c.problems), target, specs)
                              for target in targets[key]])
-                    for c in turn.candidates
+                    for c in candidates
                 ]
             )  # fmt: skip
             advantages_G = np.asarray(group_advantages(rewards_G[None]))[0]
@@ -98,7 +99,7 @@ def speculator_rows(job: Job, trajectories: Sequence[Trajectory]) -> tuple[list[
                     logps=(0.0,) * len(suffix) + c.logps,
                     advantage=float(a),
                 )
-                for c, a in zip(turn.candidates, advantages_G, strict=True)
+                for c, a in zip(candidates, advantages_G, strict=True)
             ]
         served = TreeRow(tuple(t.ids), (0,) * len(t.ids), (0.0,) * len(t.ids))
         rows += _attach(served, branches, s.pack.row_tokens)

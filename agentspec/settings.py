@@ -80,11 +80,18 @@ class WorldSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """Rows and cache of the sampling engine; all device shapes follow from these."""
+    """Rows and cache of the sampling engine; all device shapes follow from these.
+
+    ``rows`` and ``speculator_rows`` sample in one device call; more sequences may be open.
+    ``pages`` of ``page_tokens`` tokens are the cache; 0: all agent rows at full length, and four
+    pages a speculator row.
+    """
 
     rows: int = 32
     speculator_rows: int = 64
     cache_tokens: int = 320
+    page_tokens: int = 64
+    pages: int = 0
     prefill_chunk: int = 32
     tokens_per_call: int = 16
 

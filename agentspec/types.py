@@ -66,11 +66,23 @@ class ParsedTurn:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one segment. Temperature 0 is greedy (log-probs are then those at 1)."""
+    """How to sample one segment. Temperature 0 is greedy (log-probs are then those at 1).
+
+    ``max_tokens``: the segment's most tokens, the stop id and forced ids included. ``stop_ids`` end
+    it, the one hit included. ``top_k``: draw among the k likeliest ids (0: all); ``top_p``: then
+    among the fewest of these whose shares reach p (1: all). ``min_tokens``: no stop id is
+    drawn among the first that many tokens. ``forced``: the segment begins with these ids, with the
+    log-probs that the model gives them; off by default, for a forced opening of a call forbids the
+    speculator to abstain. Log-probs are of the full vocabulary, whatever the limits.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    forced: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +94,10 @@ class Completion:
     finish: Literal["stop", "length"]
     version: int = 0
     entropies: tuple[float, ...] = ()
+
+
+class SequenceDropped(RuntimeError):
+    """A speculator's sample was given up because the engine's cache ran out of pages."""
 
 
 @dataclasses.dataclass(frozen=True)

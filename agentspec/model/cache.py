@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from agentspec.mesh import LOGICAL_AXES
+from agentspec.model import attention
 from agentspec.model.config import ModelConfig
 from agentspec.model.deltanet import DeltaCache, init_delta_cache
 
@@ -81,3 +82,20 @@ def write(
         return old_RKSE.at[rows_R1, :, slots_RT].set(new_RKTE.swapaxes(1, 2), mode="drop")
 
     return LayerCache(put(cache.k_RKSE, k_RKTE), put(cache.v_RKSE, v_RKTE))
+
+
+def static_attender(positions_RT: jax.Array, valid_R: jax.Array, length: int) -> Any:
+    """Returns (q [R, H, T, E], k, v [R, K, T, E], cache) -> ([R, H, T, E], cache), for all layers.
+
+    Every token sees its row's slots up to its own position; ``length`` is the cache's.
+    """
+    slots_RT = slots(positions_RT[:, 0], valid_R, positions_RT.shape[1], length)
+    seen_RTS = jnp.arange(length) <= positions_RT[:, :, None]
+
+    def attend(
+        q_RHTE: jax.Array, k_RKTE: jax.Array, v_RKTE: jax.Array, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache]:
+        cache = write(cache, k_RKTE, v_RKTE, slots_RT)
+        return attention.attend(q_RHTE, cache.k_RKSE, cache.v_RKSE, seen_RTS), cache
+
+    return attend

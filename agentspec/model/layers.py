@@ -7,7 +7,8 @@ in float32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ import numpy as np
 from flax import nnx
 
 from agentspec.model import attention
-from agentspec.model.cache import LayerCache, write
 from agentspec.model.config import ModelConfig
 from agentspec.model.parameters import Weight, cast, param
 
@@ -31,11 +31,13 @@ class Full(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What every layer of one cached step shares; ``start_R`` and ``valid_R`` as given."""
+    """What every layer of one cached step shares; ``start_R`` and ``valid_R`` as given.
+
+    ``attend``: (q, k, v, a layer's cache) -> (result, cache with the new keys and values).
+    """
 
     rope: Rotary
-    slots_RT: jax.Array
-    seen_RTS: jax.Array
+    attend: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
     start_R: jax.Array
     valid_R: jax.Array
 
@@ -148,13 +150,10 @@ class Attention(nnx.Module):
         q, k, v, gate = self.project(x_BTD, full.rope)
         return self.output(full.attend(q, k, v), gate)
 
-    def cached(
-        self, x_RTD: jax.Array, step: Step, cache: LayerCache
-    ) -> tuple[jax.Array, LayerCache]:
-        """Returns [R, T, D] and the cache with this step's keys and values written at slots."""
+    def cached(self, x_RTD: jax.Array, step: Step, cache: Any) -> tuple[jax.Array, Any]:
+        """Returns [R, T, D] and the cache with this step's keys and values in it."""
         q, k, v, gate = self.project(x_RTD, step.rope)
-        cache = write(cache, k, v, step.slots_RT)
-        mixed = attention.attend(q, cache.k_RKSE, cache.v_RKSE, step.seen_RTS)
+        mixed, cache = step.attend(q, k, v, cache)
         return self.output(mixed, gate), cache
 
 

@@ -17,10 +17,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agentspec.mesh import BATCH_AXES, LOGICAL_AXES
 from agentspec.model import attention
-from agentspec.model.cache import Cache, LayerCache, cache_length, cache_specs, init_cache, slots
+from agentspec.model.cache import (
+    Cache,
+    LayerCache,
+    cache_length,
+    cache_specs,
+    init_cache,
+    static_attender,
+)
 from agentspec.model.config import ModelConfig
-from agentspec.model.deltanet import DeltaCache, DeltaNet
+from agentspec.model.deltanet import DeltaNet
 from agentspec.model.layers import MLP, Attention, Full, RMSNorm, Step, rotary
+from agentspec.model.paged import Families, PagedCache, PagedKV, init_pages, paged_attender
 from agentspec.model.parameters import param
 
 Params = dict[str, Any]
@@ -53,12 +61,10 @@ class Layer(nnx.Module):
             x_BTD = x_BTD + self.deltanet(h_BTD, full.layout)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
-    def cached(
-        self, x_RTD: jax.Array, step: Step, cache: LayerCache | DeltaCache
-    ) -> tuple[jax.Array, LayerCache | DeltaCache]:
+    def cached(self, x_RTD: jax.Array, step: Step, cache: Any) -> tuple[jax.Array, Any]:
         """Returns [R, T, D] and this layer's cache with the new tokens in it."""
         h_RTD = self.attention_norm(x_RTD)
-        if isinstance(cache, LayerCache):
+        if self.kind == "full":
             mixed, cache = self.attention.cached(h_RTD, step, cache)
         else:
             mixed, cache = self.deltanet.cached(h_RTD, cache, step.start_R, step.valid_R)
@@ -228,15 +234,45 @@ class LanguageModel:
         position lies in the cache. Hidden states of tokens not kept mean nothing. Linear layers go
         on from the row's last token, or from nothing where ``start_r`` is 0.
         """
-        T, S = ids_RT.shape[1], cache_length(cache)
-        positions_RT = start_R[:, None] + jnp.arange(T)
-        step = Step(
-            rotary(self.config, positions_RT),
-            slots(start_R, valid_R, T, S),
-            jnp.arange(S) <= positions_RT[:, :, None],
-            start_R,
-            valid_R,
+        positions_RT = start_R[:, None] + jnp.arange(ids_RT.shape[1])
+        attend = static_attender(positions_RT, valid_R, cache_length(cache))
+        step = Step(rotary(self.config, positions_RT), attend, start_R, valid_R)
+        return self._cached(params, cache, ids_RT, step)
+
+    def init_pages(self, pages: int, page_tokens: int, states: int) -> PagedCache:
+        """Returns an empty paged cache: pages for attention layers, slots for linear ones."""
+        if self.mesh is None:
+            return init_pages(self.config, pages, page_tokens, states)
+        mesh, specs = self.mesh, cache_specs(self.config)
+        where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        where = tuple(PagedKV(*one) if isinstance(one, LayerCache) else one for one in where)
+        return jax.jit(init_pages, static_argnums=(0, 1, 2, 3), out_shardings=where)(
+            self.config, pages, page_tokens, states
         )
+
+    def apply_paged(
+        self,
+        params: Params,
+        cache: PagedCache,
+        ids_RT: jax.Array,
+        start_R: jax.Array,
+        valid_R: jax.Array,
+        table_RJ: jax.Array,
+        families: Families | None = None,
+    ) -> tuple[jax.Array, PagedCache]:
+        """Returns (hidden [R, T, D], cache), as `apply_cached`, with keys and values in pages.
+
+        Several rows may be spans of one sequence: all are written before any is read. Linear
+        layers' entries of ``cache`` are by row here, so that there a sequence has one row.
+        """
+        positions_RT = start_R[:, None] + jnp.arange(ids_RT.shape[1])
+        attend = paged_attender(table_RJ, positions_RT, valid_R, families)
+        step = Step(rotary(self.config, positions_RT), attend, start_R, valid_R)
+        return self._cached(params, cache, ids_RT, step)
+
+    def _cached(
+        self, params: Params, cache: tuple[Any, ...], ids_RT: jax.Array, step: Step
+    ) -> tuple[jax.Array, Any]:
         ends = self.ends(params)
         x_RTD = ends.embed(ids_RT)
         caches = []

@@ -1,9 +1,9 @@
-"""The engine's device programs: prefill, decode and row copy over one static cache.
+"""The engine's device programs: read spans, sample, copy pages, save and load them.
 
-In: a cache pytree whose leaves are [R, ...] (rows first), and small host arrays saying what each
-row does. Out: the cache (donated, so updated in place) and the sampled tokens. Every program has
-one shape per pool, whoever is in it: a row's results do not depend on its index, its neighbours or
-on how its tokens are split into calls, bit for bit (float32, one shape, one machine).
+In: the paged cache (donated, so updated in place), and small host arrays saying what each row
+does. Out: the cache, and the sampled tokens. Each program has one shape, whoever is in it: a row's
+results do not depend on its index, its neighbours or on how its tokens are split into calls, bit
+for bit (float32, one machine).
 """
 
 from __future__ import annotations
@@ -15,21 +15,41 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from agentspec.model.deltanet import DeltaCache
+from agentspec.model.paged import Families
 from agentspec.rollout import sampling
 
 Params = Any
 Cache = Any
 
 
+class SpanRows(NamedTuple):
+    """Spans to read; arrays [S] int32. Slots out of range: no state is read or written."""
+
+    ids_SC: Any
+    table_SJ: Any
+    start_S: Any
+    valid_S: Any  # 0: padding
+    source_S: Any
+    target_S: Any
+
+
 class DecodeRows(NamedTuple):
-    """What each row of a pool does in a decode call; arrays [R] (``stop_RK``: -1 is padding)."""
+    """What each row does in a decode call; arrays [R] (-1 in ``stop_RK`` is padding)."""
 
     ids_R: Any  # int32: the last known id of the row, fed first
     positions_R: Any  # int32: where that id stands
     budget_R: Any  # int32: how many tokens the row may still sample; 0: the row is idle
+    least_R: Any  # int32: how many it must sample before a stop id may come
     seeds_R: Any  # uint32
     temperature_R: Any  # float32
+    top_p_R: Any  # float32
+    top_k_R: Any  # int32
     stop_RK: Any  # int32
+    forced_RN: Any  # int32: -1 is drawn
+    table_RJ: Any  # int32
+    source_R: Any  # int32: slots of the state before and after
+    target_R: Any
 
 
 class Sampled(NamedTuple):
@@ -42,55 +62,37 @@ class Sampled(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def programs(model: Any, prefill_chunk: int, tokens_per_call: int) -> Programs:
+def programs(model: Any, tokens_per_call: int) -> Programs:
     """The programs for these settings, shared by all engines that use the same model object."""
-    return Programs(model, prefill_chunk=prefill_chunk, tokens_per_call=tokens_per_call)
+    return Programs(model, tokens_per_call)
 
 
 class Programs:
     """Jitted programs for one model. ``traces`` counts how often each was traced (compiled)."""
 
-    def __init__(self, model: Any, *, prefill_chunk: int, tokens_per_call: int) -> None:
-        """``model`` follows the ``LanguageModel`` contract (``apply_cached``, ``unembed``)."""
-        self.model = model
-        self.prefill_chunk = prefill_chunk
-        self.tokens_per_call = tokens_per_call
+    def __init__(self, model: Any, tokens_per_call: int) -> None:
+        """``model`` follows the ``LanguageModel`` contract (``apply_paged``, ``unembed``)."""
+        self.model, self.tokens_per_call = model, tokens_per_call
         self.base_key = jax.random.key(0)
         self.traces: collections.Counter[str] = collections.Counter()
-        self.prefill = jax.jit(self._prefill, donate_argnames="cache")
+        self.read = jax.jit(self._read, donate_argnames="cache")
         self.decode = jax.jit(self._decode, donate_argnames="cache")
-        self.copy_within = jax.jit(self._copy_within, donate_argnames="cache")
-        self.copy_across = jax.jit(self._copy_across, donate_argnames="cache")
+        self.copy = jax.jit(self._copy, donate_argnames="cache")
+        self.save = jax.jit(self._save)
+        self.load = jax.jit(self._load, donate_argnames="cache")
 
-    def _prefill(
-        self,
-        params: Params,
-        cache: Cache,
-        rows_P: jax.Array,
-        ids_PS: jax.Array,
-        start_P: jax.Array,
-        length_P: jax.Array,
-    ) -> Cache:
-        """Puts ``length_P`` ids into ``rows_P`` from position ``start_P`` on, chunk by chunk.
-
-        A row's chunks begin at its own ``start``. A row index of R (out of range) is padding.
-        """
+    def _read(self, params: Params, cache: Cache, spans: SpanRows) -> Cache:
+        """Reads one block of spans."""
         self.traces["prefill"] += 1
-        chunk = self.prefill_chunk
-        sub = jax.tree.map(lambda leaf: leaf.at[rows_P].get(mode="clip"), cache)
+        rows = _by_row(cache, spans.source_S)
+        _, rows = self.model.apply_paged(
+            params, rows, spans.ids_SC, spans.start_S, spans.valid_S, spans.table_SJ
+        )
+        return _by_slot(cache, rows, spans.target_S)
 
-        def body(carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
-            i, sub = carry
-            ids_PC = jax.lax.dynamic_slice_in_dim(ids_PS, i * chunk, chunk, axis=1)
-            valid_P = jnp.clip(length_P - i * chunk, 0, chunk)
-            _, sub = self.model.apply_cached(params, sub, ids_PC, start_P + i * chunk, valid_P)
-            return i + 1, sub
-
-        n_chunks = (jnp.max(length_P) + chunk - 1) // chunk
-        _, sub = jax.lax.while_loop(lambda c: c[0] < n_chunks, body, (jnp.int32(0), sub))
-        return jax.tree.map(lambda leaf, new: leaf.at[rows_P].set(new, mode="drop"), cache, sub)
-
-    def _decode(self, params: Params, cache: Cache, rows: DecodeRows) -> tuple[Cache, Sampled]:
+    def _decode(
+        self, params: Params, cache: Cache, rows: DecodeRows, families: Families | None
+    ) -> tuple[Cache, Sampled]:
         """Samples up to ``tokens_per_call`` tokens in every row that has a budget.
 
         A row ends on a stop id or when its budget is used up; the call ends when all rows have.
@@ -100,14 +102,25 @@ class Programs:
         keys_R = sampling.row_keys(self.base_key, rows.seeds_R)
 
         def body(carry: Any) -> Any:
-            i, cache, ids_R, positions_R, alive_R, counts_R, out = carry
-            hidden_R1D, cache = self.model.apply_cached(
-                params, cache, ids_R[:, None], positions_R, alive_R.astype(jnp.int32)
+            i, by_row, ids_R, positions_R, alive_R, counts_R, out = carry
+            hidden_R1D, by_row = self.model.apply_paged(
+                params,
+                by_row,
+                ids_R[:, None],
+                positions_R,
+                alive_R.astype(jnp.int32),
+                rows.table_RJ,
+                families,
             )
             logits_RV = self.model.unembed(params, hidden_R1D[:, 0])
-            new_R, logp_R, entropy_R = sampling.sample(
-                logits_RV, keys_R, positions_R + 1, rows.temperature_R
+            draw = sampling.Draw(
+                temperature_R=rows.temperature_R,
+                top_p_R=rows.top_p_R,
+                top_k_R=rows.top_k_R,
+                barred_RK=jnp.where((counts_R < rows.least_R)[:, None], rows.stop_RK, -1),
+                forced_R=jax.lax.dynamic_index_in_dim(rows.forced_RN, i, 1, keepdims=False),
             )
+            new_R, logp_R, entropy_R = sampling.sample(logits_RV, keys_R, positions_R + 1, draw)
             out = tuple(
                 jax.lax.dynamic_update_index_in_dim(old_NR, value_R, i, axis=0)
                 for old_NR, value_R in zip(out, (new_R, logp_R, entropy_R), strict=True)
@@ -117,7 +130,7 @@ class Programs:
             ids_R = jnp.where(alive_R, new_R, ids_R)
             positions_R = positions_R + alive_R
             alive_R = alive_R & ~stopped_R & (counts_R < rows.budget_R)
-            return i + 1, cache, ids_R, positions_R, alive_R, counts_R, out
+            return i + 1, by_row, ids_R, positions_R, alive_R, counts_R, out
 
         out = (
             jnp.zeros((limit, n_rows), jnp.int32),
@@ -126,7 +139,7 @@ class Programs:
         )
         carry = (
             jnp.int32(0),
-            cache,
+            _by_row(cache, rows.source_R),
             rows.ids_R,
             rows.positions_R,
             rows.budget_R > 0,
@@ -134,24 +147,74 @@ class Programs:
             out,
         )
         carry = jax.lax.while_loop(lambda c: (c[0] < limit) & jnp.any(c[4]), body, carry)
-        _, cache, _, _, _, counts_R, (ids_NR, logps_NR, entropies_NR) = carry
+        _, by_row, _, _, _, counts_R, (ids_NR, logps_NR, entropies_NR) = carry
+        cache = _by_slot(cache, by_row, rows.target_R)
         return cache, Sampled(ids_NR.T, logps_NR.T, entropies_NR.T, counts_R)
 
-    def _copy_within(self, cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
-        """Copies row ``source`` over row ``target`` of the same cache."""
+    def _copy(self, cache: Cache, source_C: jax.Array, target_C: jax.Array) -> Cache:
+        """Copies pages; a target out of range is padding."""
         self.traces["copy"] += 1
-        copy_row = functools.partial(_copy_row, source=source, target=target)
-        return jax.tree.map(copy_row, cache, cache)
 
-    def _copy_across(
-        self, cache: Cache, origin: Cache, source: jax.Array, target: jax.Array
+        def one(layer: Any) -> Any:
+            if isinstance(layer, DeltaCache):
+                return layer
+            return jax.tree.map(
+                lambda x: x.at[target_C].set(x.at[source_C].get(mode="clip"), mode="drop"), layer
+            )
+
+        return tuple(one(layer) for layer in cache)
+
+    def _save(self, cache: Cache, pages_W: jax.Array, slots: dict[str, jax.Array]) -> Any:
+        """Returns what these pages and slots hold."""
+        self.traces["save"] += 1
+        pages = [
+            jax.tree.map(lambda x: x.at[pages_W].get(mode="clip"), layer)
+            for layer in cache
+            if not isinstance(layer, DeltaCache)
+        ]
+        states = [layer for layer in cache if isinstance(layer, DeltaCache)]
+        return pages, {
+            name: jax.tree.map(lambda x, s=slot: x.at[s].get(mode="clip"), states)
+            for name, slot in slots.items()
+        }
+
+    def _load(
+        self, cache: Cache, pages_W: jax.Array, slots: dict[str, jax.Array], saved: Any
     ) -> Cache:
-        """Copies row ``source`` of ``origin`` over row ``target`` of ``cache``."""
-        self.traces["copy"] += 1
-        copy_row = functools.partial(_copy_row, source=source, target=target)
-        return jax.tree.map(copy_row, cache, origin)
+        """Puts back what ``_save`` gave; places out of range are left out."""
+        self.traces["load"] += 1
+        pages, states = iter(saved[0]), {name: iter(part) for name, part in saved[1].items()}
+        out = []
+        for layer in cache:
+            if isinstance(layer, DeltaCache):
+                for name, slot in slots.items():
+                    new = next(states[name])
+                    layer = jax.tree.map(
+                        lambda x, y, s=slot: x.at[s].set(y, mode="drop"), layer, new
+                    )
+            else:
+                layer = jax.tree.map(
+                    lambda x, y: x.at[pages_W].set(y, mode="drop"), layer, next(pages)
+                )
+            out.append(layer)
+        return tuple(out)
 
 
-def _copy_row(to: jax.Array, of: jax.Array, *, source: jax.Array, target: jax.Array) -> jax.Array:
-    row = jax.lax.dynamic_index_in_dim(of, source, axis=0, keepdims=True)
-    return jax.lax.dynamic_update_slice_in_dim(to, row, target, axis=0)
+def _by_row(cache: Cache, source_R: jax.Array) -> Cache:
+    """The cache with the states of slots ``source_R`` in place of all slots."""
+    return tuple(
+        jax.tree.map(lambda x: x.at[source_R].get(mode="clip"), layer)
+        if isinstance(layer, DeltaCache)
+        else layer
+        for layer in cache
+    )
+
+
+def _by_slot(cache: Cache, rows: Cache, target_R: jax.Array) -> Cache:
+    """The cache with the rows' states put into slots ``target_R``; out of range is dropped."""
+    return tuple(
+        jax.tree.map(lambda x, new: x.at[target_R].set(new, mode="drop"), layer, row)
+        if isinstance(layer, DeltaCache)
+        else row
+        for layer, row in zip(cache, rows, strict=True)
+    )

@@ -1,34 +1,28 @@
 """The rollout engine: many sequences sampled at once on one device (design, ideas 1 and 2).
 
-In: token ids and ``SamplingParams`` through ``Sequence`` handles. Out: ``Completion`` records. Two
-static caches, one for agent rows and one for speculator rows, each driven by calls of one shape, so
-a completion depends on (weights, ids, seed, position) alone and an agent's never on speculation.
-This is the plain engine: one contiguous cache row per live sequence. A fork costs a row copy.
+In: token ids and ``SamplingParams`` through ``Sequence`` handles. Out: ``Completion`` records. One
+paged cache for all sequences; agent rows and speculator rows are separate device calls, each of one
+shape, so a completion depends on (weights, ids, seed, position) alone and an agent's never on
+speculation. A sequence takes a row for one device call only, so that any number may be open.
 
 Drivers: ``step`` by hand; an idle hook under a loop that has ``add_idle_hook`` (simulated time:
 everything that waits is computed at once, then delivered after ``latency.generate_s``); else a task
-that runs device calls on one thread, the two pools in turn.
+that runs device calls on one thread, the two modes in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from agentspec.rollout.decode import DecodeRows, Sampled, programs
-from agentspec.rollout.sampling import check_seed
-from agentspec.rollout.scheduler import Plan, Pool, Prefill, Request, Scheduler, Track
-from agentspec.types import Completion, Mode, SamplingParams
-
-MAX_STOP_IDS = 8  # width of the stop table, part of the decode call's shape
-PREFILL_ROWS = 16  # rows per prefill call
+from agentspec.rollout.decode import Sampled
+from agentspec.rollout.device import MAX_STOP_IDS, Device, default_pages, n_states
+from agentspec.rollout.sampling import check_sampling, check_seed
+from agentspec.rollout.scheduler import Scheduler
+from agentspec.rollout.tracks import Plan, Request, Track
+from agentspec.types import Completion, Mode, SamplingParams, SequenceDropped
 
 
 class SequenceTooLong(ValueError):
@@ -54,8 +48,8 @@ class Sequence:
 
     @property
     def mode(self) -> Mode:
-        """Which pool's rows the sequence uses."""
-        return self._track.pool.mode
+        """Whose rows the sequence uses."""
+        return self._track.mode
 
     @property
     def room(self) -> int:
@@ -72,9 +66,9 @@ class Sequence:
     async def sample(self, params: SamplingParams) -> Completion:
         """Samples one segment, appends it to ``ids`` and returns it.
 
-        Waits for a free row, first come, first served. ``finish`` is ``length`` when
+        Waits for a row and for pages, first come, first served. ``finish`` is ``length`` when
         ``max_tokens`` or the cache's end came before a stop id. Cancelling leaves the sequence as
-        it was.
+        it was. SequenceDropped, in speculator mode only, when pages ran out: the ids stay.
         """
         self._check_idle("sample")
         return await self._engine._sample(self._track, params)
@@ -85,8 +79,8 @@ class Sequence:
         Costs nothing until it samples. While this sequence samples, the fork has the ids before.
         """
         self._check_open("fork")
-        pool = self._engine._pool(mode or self.mode)
-        track = self._engine._scheduler.fork(self._track, pool, check_seed(seed))
+        mode = self._engine._checked_mode(mode or self.mode)
+        track = self._engine._scheduler.fork(self._track, mode, check_seed(seed))
         return Sequence(self._engine, track)
 
     def rewind(self, length: int) -> None:
@@ -97,7 +91,7 @@ class Sequence:
         self._engine._scheduler.rewind(self._track, length)
 
     def close(self) -> None:
-        """Gives the row back; a ``sample`` under way raises SequenceClosed. Twice is harmless."""
+        """Gives its pages back; a ``sample`` under way raises SequenceClosed. Twice is harmless."""
         if not self._track.closed:
             self._engine._close(self._track)
 
@@ -125,92 +119,138 @@ class Engine:
         prefill_chunk: int = 32,
         tokens_per_call: int = 16,
         latency: Any = None,
+        page_tokens: int = 64,
+        pages: int = 0,
     ) -> None:
-        """Allocates both caches.
+        """Allocates the cache.
 
         Args:
-            model: a ``LanguageModel`` (``init_cache``, ``apply_cached``, ``unembed``).
+            model: a ``LanguageModel`` (``init_pages``, ``apply_paged``, ``unembed``).
             params: its weights.
-            rows: agent sequences that can be live at once.
-            speculator_rows: the same for speculator mode; 0 for none, else at least 2.
+            rows: agent sequences that a device call samples for.
+            speculator_rows: the same for speculator mode; 0 for none.
             cache_tokens: longest sequence, prompt and samples together.
-            prefill_chunk: ids read per row and model call.
+            prefill_chunk: ids of one span; a segment is read in spans of so many.
             tokens_per_call: most tokens sampled per row in one device call.
             latency: None or a ``LatencyModel``; waited for under simulated time only.
+            page_tokens: ids that a page holds.
+            pages: the cache's size; 0: see `default_pages`.
         """
-        for name, value in (
-            ("cache_tokens", cache_tokens),
-            ("prefill_chunk", prefill_chunk),
-            ("tokens_per_call", tokens_per_call),
+        for name, value, least in (
+            ("rows", rows, 1),
+            ("speculator_rows", speculator_rows, 0),
+            ("cache_tokens", cache_tokens, 1),
+            ("prefill_chunk", prefill_chunk, 1),
+            ("tokens_per_call", tokens_per_call, 1),
+            ("page_tokens", page_tokens, 1),
         ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        width = -(-cache_tokens // page_tokens)  # pages of the longest sequence
+        n_pages = pages or default_pages(rows, speculator_rows, width)
+        if n_pages < 2 * width + 4:
+            raise ValueError(
+                f"pages={pages} of {page_tokens} tokens are too few: sequences of "
+                f"cache_tokens={cache_tokens} need at least {2 * width + 4}"
+            )
         self.cache_tokens = cache_tokens
-        self.params = params
         self.version = 0
         self.latency = latency
-        self._programs = programs(model, prefill_chunk, tokens_per_call)
-        self._prefill_width = -(-cache_tokens // prefill_chunk) * prefill_chunk
+        self._rows: dict[Mode, int] = {"agent": rows}
+        if speculator_rows:
+            self._rows["speculator"] = speculator_rows
         stateful = "linear" in getattr(model.config, "kinds", ())
-        self._scheduler = Scheduler(rows, speculator_rows, stateful)
-        self._caches = {
-            mode: model.init_cache(pool.n_rows, cache_tokens)
-            for mode, pool in self._scheduler.pools.items()
-            if pool.n_rows
-        }
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._turn = 0  # whose pool's turn it is, live
+        self._scheduler = Scheduler(
+            rows=self._rows,
+            pages=n_pages,
+            page_tokens=page_tokens,
+            states=n_states(rows, speculator_rows) if stateful else 0,
+            span_tokens=prefill_chunk,
+            step_tokens=tokens_per_call,
+            on_drop=_drop,
+        )
+        self._device = Device(
+            model,
+            params,
+            rows=self._rows,
+            width=width,
+            pages=n_pages,
+            page_tokens=page_tokens,
+            states=self._scheduler.states.n,
+            chunk=prefill_chunk,
+            tokens_per_call=tokens_per_call,
+        )
+        self._turn = 0  # whose turn it is, live
         self._loop: asyncio.AbstractEventLoop | None = None
         self._driver: asyncio.Task[None] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "engine")
 
     @property
-    def counters(self) -> dict[str, int]:
-        """Device calls and tokens by mode since the start; ``compiled/..``: shapes compiled so far.
+    def params(self) -> Any:
+        """The weights that it samples with."""
+        return self._device.params
 
-        Engines on the same model object share programs, and so these last counts.
+    @property
+    def counters(self) -> dict[str, int]:
+        """Device calls and tokens by mode since the start, and what is held now.
+
+        ``pages_used`` and ``pages_shared``, ``states_used``, ``waiting/..``, ``active/..`` are
+        present values. ``compiled/..``: shapes compiled so far; engines on the same model object
+        share programs, and so these.
         """
-        compiled = {f"compiled/{name}": n for name, n in self._programs.traces.items()}
-        return dict(self._counts) | compiled
+        s = self._scheduler
+        now = {
+            "pages": s.pages.n,
+            "pages_used": s.pages.n_used,
+            "pages_shared": s.pages.n_shared,
+            "states_used": s.states.n_used,
+        }
+        for mode in self._rows:
+            now |= {f"waiting/{mode}": len(s.queue[mode]), f"active/{mode}": len(s.active[mode])}
+        compiled = {f"compiled/{name}": n for name, n in self._device.programs.traces.items()}
+        return dict(self._device.counts) | dict(s.counts) | now | compiled
 
     def open(self, ids: Iterable[int], seed: int = 0, mode: Mode = "agent") -> Sequence:
         """A sequence that starts with ``ids``. SequenceTooLong when they do not fit the cache."""
         checked = self._checked_ids(ids, 0)
-        track = Track(self._pool(mode), checked, check_seed(seed), fresh=len(checked))
+        track = self._scheduler.open(self._checked_mode(mode), checked, check_seed(seed))
         return Sequence(self, track)
 
     def load(self, params: Any, version: int) -> None:
         """Swaps the weights; later completions carry ``version``.
 
-        RuntimeError while sequences hold keys and values of the old weights: close them first.
+        Open sequences keep their ids and read them anew. RuntimeError while any is sampling.
         """
-        seated = self._scheduler.seated()
-        if seated:
-            sampling = sum(track.request is not None for track in seated)
+        sampling = sum(len(requests) for requests in self._scheduler.active.values())
+        sampling += sum(len(requests) for requests in self._scheduler.queue.values())
+        if sampling:
             raise RuntimeError(
-                f"load(version={version}) while {len(seated)} sequences hold cached tokens of "
-                f"version {self.version} ({sampling} of them sampling); close them first"
+                f"load(version={version}) while {sampling} sequences are sampling with version "
+                f"{self.version}; await or cancel them first"
             )
-        self.params, self.version = params, version
+        self._scheduler.forget_all()
+        self._device.params, self.version = params, version
+
+    def forget(self) -> None:
+        """Gives up the prompts that are kept for reuse."""
+        self._scheduler.forget_prefixes()
 
     def step(self) -> bool:
-        """Seats, prefills and decodes once for each pool with work; False when there was none."""
-        plans = (self._plan(pool) for pool in self._scheduler.pools.values())
+        """Reads and samples once for each mode with work; False when there was none."""
         did = False
-        for plan in plans:
+        for mode in self._rows:
+            plan = self._scheduler.plan(mode)
             if plan is not None:
-                self._apply(plan[0], self._execute(*plan))
+                self._apply(plan, self._device.execute(plan))
                 did = True
         return did
 
     # -- between handle and scheduler ------------------------------------------------------------
 
-    def _pool(self, mode: Mode) -> Pool:
-        pool = self._scheduler.pools.get(mode)
-        if pool is None or not pool.n_rows:
-            have = [name for name, pool in self._scheduler.pools.items() if pool.n_rows]
-            raise ValueError(f"no rows for mode {mode!r}; this engine has {have}")
-        return pool
+    def _checked_mode(self, mode: Mode) -> Mode:
+        if mode not in self._rows:
+            raise ValueError(f"no rows for mode {mode!r}; this engine has {list(self._rows)}")
+        return mode
 
     def _checked_ids(self, ids: Iterable[int], n_before: int) -> list[int]:
         new = [int(token) for token in ids]
@@ -221,7 +261,7 @@ class Engine:
         return new
 
     async def _sample(self, track: Track, params: SamplingParams) -> Completion:
-        _check_sampling(params)
+        check_sampling(params, MAX_STOP_IDS)
         if not track.ids:
             raise ValueError("sample needs at least one id to continue from")
         budget = min(params.max_tokens, self.cache_tokens - len(track.ids))
@@ -230,7 +270,8 @@ class Engine:
         loop = asyncio.get_running_loop()
         request = Request(track, params, budget, loop.create_future())
         track.request = request
-        track.pool.queue.append(request)
+        self._scheduler.queue[track.mode].append(request)
+        done = False
         try:
             self._wake(loop)
             await request.future
@@ -238,12 +279,12 @@ class Engine:
                 await asyncio.sleep(self.latency.generate_s(track.fresh, len(request.ids)))
             if track.closed:
                 raise SequenceClosed("the sequence was closed while it was sampling")
+            done = True
         finally:
             track.request = None
-            self._scheduler.withdraw(request)
-        track.ids += request.ids
-        track.cached = len(track.ids) - 1
-        track.fresh = 0
+            if not done and not track.closed:
+                self._scheduler.withdraw(request)
+        self._scheduler.finish(request)
         stopped = request.ids[-1] in params.stop_ids
         return Completion(
             ids=tuple(request.ids),
@@ -261,7 +302,7 @@ class Engine:
                 SequenceClosed("the sequence was closed while it was sampling")
             )
         if self._loop is not None and self._loop.is_running():
-            self._wake(self._loop)  # somebody may have waited for this row
+            self._wake(self._loop)  # somebody may have waited for these pages
 
     # -- drivers ---------------------------------------------------------------------------------
 
@@ -272,8 +313,7 @@ class Engine:
             if new_loop:
                 loop.add_idle_hook(self._run_until_idle)
             return
-        has_work = any(pool.queue or pool.active for pool in self._scheduler.pools.values())
-        if has_work and (new_loop or self._driver is None or self._driver.done()):
+        if self._scheduler.busy() and (new_loop or self._driver is None or self._driver.done()):
             self._driver = loop.create_task(self._drive(loop), name="engine")
             self._driver.add_done_callback(self._driver_ended)
 
@@ -287,107 +327,44 @@ class Engine:
         """Live: one device call at a time on the engine's thread, pools in turn, until no work."""
         while True:
             await asyncio.sleep(0)  # callers that just got results may ask again: batch them
-            pools = list(self._scheduler.pools.values())
-            pools = pools[self._turn :] + pools[: self._turn]
-            plan = next((plan for pool in pools if (plan := self._plan(pool))), None)
+            modes = list(self._rows)
+            modes = modes[self._turn :] + modes[: self._turn]
+            plan = next((plan for mode in modes if (plan := self._scheduler.plan(mode))), None)
             if plan is None:
                 return
-            self._turn = (list(self._scheduler.pools.values()).index(plan[0].pool) + 1) % len(pools)
-            sampled = await loop.run_in_executor(self._thread, self._execute, *plan)
-            self._apply(plan[0], sampled)
+            self._turn = (list(self._rows).index(plan.mode) + 1) % len(modes)
+            sampled = await loop.run_in_executor(self._thread, self._device.execute, plan)
+            self._apply(plan, sampled)
 
     def _driver_ended(self, task: asyncio.Task[None]) -> None:
         """Hands a failure of the device calls to everybody who waits for one."""
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        for pool in self._scheduler.pools.values():
-            for request in pool.queue + pool.active:
+        for mode in self._rows:
+            for request in self._scheduler.queue[mode] + self._scheduler.active[mode]:
                 if not request.future.done():
                     request.future.set_exception(error)
 
-    # -- one plan: made and applied on the caller's thread, executed on any ----------------------
-
-    def _plan(self, pool: Pool) -> tuple[Plan, DecodeRows] | None:
-        plan = self._scheduler.plan(pool)
-        if plan is None:
-            return None
-        n_rows = pool.n_rows
-        rows = DecodeRows(
-            ids_R=np.zeros(n_rows, np.int32),
-            positions_R=np.zeros(n_rows, np.int32),
-            budget_R=np.zeros(n_rows, np.int32),
-            seeds_R=np.zeros(n_rows, np.uint32),
-            temperature_R=np.ones(n_rows, np.float32),
-            stop_RK=np.full((n_rows, MAX_STOP_IDS), -1, np.int32),
-        )
-        for request, r in zip(plan.requests, plan.decode_rows, strict=True):
-            track, params = request.track, request.params
-            rows.ids_R[r] = (request.ids or track.ids)[-1]
-            rows.positions_R[r] = len(track.ids) + len(request.ids) - 1
-            rows.budget_R[r] = request.budget - len(request.ids)
-            rows.seeds_R[r] = track.seed
-            rows.temperature_R[r] = params.temperature
-            rows.stop_RK[r, : len(params.stop_ids)] = params.stop_ids
-        return plan, rows
-
-    def _execute(self, plan: Plan, rows: DecodeRows) -> Sampled:
-        """Runs a plan on the device and returns host arrays."""
-        for wave in plan.waves:
-            for copy in wave.copies:
-                source, target = copy.source.mode, copy.target.mode
-                at = (jnp.int32(copy.source_row), jnp.int32(copy.target_row))
-                if source == target:
-                    self._caches[target] = self._programs.copy_within(self._caches[target], *at)
-                else:
-                    self._caches[target] = self._programs.copy_across(
-                        self._caches[target], self._caches[source], *at
-                    )
-                self._counts[f"copies/{target}"] += 1
-            for pool in self._scheduler.pools.values():
-                prefills = [prefill for prefill in wave.prefills if prefill.pool is pool]
-                for i in range(0, len(prefills), PREFILL_ROWS):
-                    self._prefill(pool, prefills[i : i + PREFILL_ROWS])
-        mode = plan.pool.mode
-        self._caches[mode], sampled = self._programs.decode(self.params, self._caches[mode], rows)
-        sampled = jax.device_get(sampled)
-        self._counts[f"decode_calls/{mode}"] += 1
-        self._counts[f"decode_steps/{mode}"] += int(sampled.counts_R.max())
-        self._counts[f"sampled_tokens/{mode}"] += int(sampled.counts_R.sum())
-        return sampled
-
-    def _prefill(self, pool: Pool, prefills: list[Prefill]) -> None:
-        width = min(pool.n_rows, PREFILL_ROWS)
-        rows_P = np.full(width, pool.n_rows, np.int32)
-        ids_PS = np.zeros((width, self._prefill_width), np.int32)
-        start_P, length_P = np.zeros(width, np.int32), np.zeros(width, np.int32)
-        for i, prefill in enumerate(prefills):
-            rows_P[i], start_P[i], length_P[i] = prefill.row, prefill.start, len(prefill.ids)
-            ids_PS[i, : len(prefill.ids)] = prefill.ids
-        self._caches[pool.mode] = self._programs.prefill(
-            self.params, self._caches[pool.mode], rows_P, ids_PS, start_P, length_P
-        )
-        self._counts[f"prefill_calls/{pool.mode}"] += 1
-        self._counts[f"prefilled_tokens/{pool.mode}"] += int(length_P.sum())
-
-    def _apply(self, plan: Plan, sampled: Sampled) -> None:
-        """Books the new tokens and completes the requests that are done."""
-        for request, r in zip(plan.requests, plan.decode_rows, strict=True):
-            if request not in plan.pool.active:
+    def _apply(self, plan: Plan, sampled: Sampled | None) -> None:
+        """Books the new tokens and tells the requests that are done."""
+        if sampled is None:
+            return
+        for r, row in enumerate(plan.rows):
+            request = row.request
+            if request not in self._scheduler.active[plan.mode] or request.future.done():
                 continue  # withdrawn meanwhile
             n = int(sampled.counts_R[r])
             request.ids += sampled.ids_RN[r, :n].tolist()
             request.logps += sampled.logps_RN[r, :n].tolist()
             request.entropies += sampled.entropies_RN[r, :n].tolist()
             if request.ids[-1] in request.params.stop_ids or len(request.ids) == request.budget:
-                plan.pool.active.remove(request)
+                self._scheduler.complete(request)
                 request.future.set_result(None)
 
 
-def _check_sampling(params: SamplingParams) -> None:
-    if not 0 <= params.temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and at least 0, got {params.temperature}")
-    if params.max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
-    if len(params.stop_ids) > MAX_STOP_IDS:
-        raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(params.stop_ids)}")
+def _drop(request: Request) -> None:
+    if not request.future.done():
+        request.future.set_exception(
+            SequenceDropped("the speculator's sample was given up: the cache ran out of pages")
+        )

@@ -22,7 +22,15 @@ from agentspec.envs.tools import ToolBox
 from agentspec.rewards.calls import same_call
 from agentspec.speculation.candidates import Speculator, StreamingSpeculator
 from agentspec.speculation.preexecute import Budget, PreExecutor
-from agentspec.types import Candidate, SamplingParams, Task, ToolCall, Trajectory, Turn
+from agentspec.types import (
+    Candidate,
+    SamplingParams,
+    SequenceDropped,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 
 __all__ = ["Budget", "run_episode"]
 
@@ -104,6 +112,8 @@ async def _first_call(
     fork = seq.fork(seed=seed, mode="speculator")
     try:
         completion = await fork.sample(params)
+    except SequenceDropped:
+        return None
     finally:
         fork.close()
     parsed = builder.chat.parse(list(completion.ids), builder.world.tools)

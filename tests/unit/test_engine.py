@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import math
 from collections.abc import Awaitable, Callable
@@ -14,9 +15,14 @@ import pytest
 
 from agentspec.model.config import ModelConfig
 from agentspec.model.transformer import LanguageModel
-from agentspec.rollout.engine import Engine, Sequence, SequenceClosed, SequenceTooLong
-from agentspec.speculation.clock import LatencyModel, SimulationDeadlock, run_simulated
-from agentspec.types import Completion, SamplingParams
+from agentspec.rollout.engine import (
+    Engine,
+    Sequence,
+    SequenceClosed,
+    SequenceTooLong,
+)
+from agentspec.speculation.clock import LatencyModel, run_simulated
+from agentspec.types import Completion, SamplingParams, SequenceDropped
 
 V = 61  # odd, so that no vector width divides it
 CACHE = 96
@@ -46,6 +52,12 @@ def model() -> tuple[LanguageModel, dict]:
 def engine(rows: int = 8, speculator_rows: int = 4, **kwargs) -> Engine:
     kwargs = {"cache_tokens": CACHE, "prefill_chunk": 8} | kwargs
     return Engine(*model(), rows=rows, speculator_rows=speculator_rows, **kwargs)
+
+
+def held(eng: Engine) -> int:
+    """Pages that are held, prompts kept for reuse aside."""
+    eng.forget()
+    return eng.counters["pages_used"]
 
 
 def run(main: Callable[[], Awaitable]):
@@ -254,11 +266,11 @@ def test_a_fork_of_a_fork_equals_one_sequence():
         d = c.fork(seed=3)
         c.close()
         d.extend(SUFFIX)
-        return first, await d.sample(HOT), eng._scheduler
+        second = await d.sample(HOT)
+        d.close()
+        return first, second, held(eng)
 
-    first, second, scheduler = run(main)
-    assert (first, second) == reference()
-    assert len(scheduler.pools["agent"].free) == 7  # only d holds a row
+    assert run(main) == (*reference(), 0)
 
 
 def test_seeds_give_different_samples_and_the_same_seed_the_same():
@@ -347,11 +359,9 @@ def test_many_stems_with_children_do_not_block_each_other():
             return len(done)
 
         assert await asyncio.gather(*map(episode, range(8))) == [6] * 8
-        return eng._scheduler.pools
+        return held(eng)
 
-    pools = run(main)
-    assert sorted(pools["agent"].free) == list(range(8))
-    assert sorted(pools["speculator"].free) == list(range(4))
+    assert run(main) == 0
 
 
 def test_stems_that_sample_themselves_and_close_last_do_not_block_each_other():
@@ -374,7 +384,7 @@ def test_stems_that_sample_themselves_and_close_last_do_not_block_each_other():
             return [completion.ids for completion in done]
 
         found = await asyncio.gather(*map(propose, range(4)))
-        assert sorted(eng._scheduler.pools["speculator"].free) == list(range(speculator_rows))
+        assert held(eng) == 0
         return found, eng.counters
 
     wide, wide_counters = run(lambda: main(16))
@@ -395,15 +405,15 @@ def test_closing_children_that_never_sampled_frees_the_closed_parent():
         seq.close()
         children[0].close()
         children[1].close()
-        assert len(eng._scheduler.pools["agent"].free) == 1
+        assert held(eng) == 1
         grandchild.close()
         grandchild.close()
-        return sorted(eng._scheduler.pools["agent"].free)
+        return held(eng)
 
-    assert run(main) == [0, 1]
+    assert run(main) == 0
 
 
-def test_ten_sequences_on_four_rows_are_served_in_order():
+def test_ten_sequences_on_four_rows_are_all_served_and_one_prompt_is_read_once():
     async def main():
         eng = engine(rows=4, latency=LatencyModel(token_s=1.0))
         loop = asyncio.get_running_loop()
@@ -416,22 +426,25 @@ def test_ten_sequences_on_four_rows_are_served_in_order():
             seq.close()
             return completion
 
-        return await asyncio.gather(*map(one, range(10))), done
+        return await asyncio.gather(*map(one, range(10))), done, eng.counters
 
-    completions, done = run(main)
-    assert done == [(i, 20.0 * (1 + i // 4)) for i in range(10)]
-    assert completions[3] == reference()[0]
+    completions, done, counters = run(main)
+    assert done == [(i, 20.0) for i in range(10)]
+    assert completions[3] == run(lambda: alone(engine(rows=4)))[0]
+    assert counters["prefilled_tokens/agent"] == len(PROMPT) - 1
+    assert counters["prefix_tokens_hit"] == 9 * (len(PROMPT) - 1)
 
 
-def test_rows_held_for_ever_are_reported_not_waited_for():
+def test_idle_sequences_keep_no_row_from_others():
     async def main():
         eng = engine(rows=1)
-        holder = eng.open(PROMPT)
-        await holder.sample(HOT)
-        await eng.open(PROMPT).sample(HOT)
+        holder = eng.open(PROMPT, seed=3)
+        first = await holder.sample(HOT)
+        await eng.open(words(9, 1)).sample(HOT)
+        holder.extend(SUFFIX)
+        return first, await holder.sample(HOT)
 
-    with pytest.raises(SimulationDeadlock, match="main"):
-        run(main)
+    assert run(main) == run(lambda: alone(engine(rows=1)))
 
 
 # -- rewind, limits, cancellation, weights ---------------------------------------------------------
@@ -520,9 +533,9 @@ def test_cancelled_samples_leave_the_sequence_usable(latency):
         seq.extend(SUFFIX)
         second = await seq.sample(HOT)
         seq.close()
-        return first, second, len(eng._scheduler.pools["agent"].free)
+        return first, second, held(eng)
 
-    assert run(main) == (*reference(), 2)
+    assert run(main) == (*run(lambda: alone(engine(rows=2))), 0)
 
 
 def test_modelled_time_counts_what_the_segment_reads_and_samples():
@@ -546,29 +559,38 @@ def test_modelled_time_counts_what_the_segment_reads_and_samples():
     assert run(main) == [11 + 4.0, 11 + 2.5 + 4.0, 1 + 4.0]
 
 
-def test_load_swaps_weights_only_when_no_row_holds_old_ones():
-    async def main():
-        eng = engine(prefill_chunk=9)  # programs of its own, so that compilations can be counted
-        _, params = model()
-        seq = eng.open(PROMPT, seed=3)
-        old = await seq.sample(HOT)
-        with pytest.raises(RuntimeError, match=r"load\(version=7\).*1 sequences"):
-            eng.load(params, version=7)
-        seq.close()
-        eng.load(jax.tree.map(lambda x: x * 1.5, params), version=7)
-        new = await eng.open(PROMPT, seed=3).sample(HOT)
-        compiled = {k: n for k, n in eng.counters.items() if k.startswith("compiled")}
-        return old, new, compiled
+def test_load_swaps_weights_and_what_was_read_with_the_old_ones_is_read_anew():
+    _, params = model()
+    other = jax.tree.map(lambda x: x * 1.5, params)
 
-    old, new, compiled = run(main)
+    async def main():
+        eng = engine(tokens_per_call=5)  # programs of its own, so that compilations can be counted
+        seq = eng.open(PROMPT, seed=3)
+        task = asyncio.ensure_future(seq.sample(HOT))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match=r"load\(version=7\) while 1 sequences"):
+            eng.load(other, version=7)
+        old = await task
+        seq.extend(SUFFIX)
+        eng.load(other, version=7)
+        new, again = await seq.sample(HOT), await eng.open(PROMPT, seed=3).sample(HOT)
+        compiled = {k: n for k, n in eng.counters.items() if k.startswith("compiled")}
+        fresh = engine()
+        fresh.load(other, version=7)
+        expected = [await fresh.open(ids, seed=3).sample(HOT) for ids in (seq.ids[:-20], PROMPT)]
+        return old, [new, again], expected, compiled
+
+    old, new, expected, compiled = run(main)
     assert old.ids == reference()[0].ids and old.version == 0
-    assert new.version == 7 and new.logps != old.logps
+    assert new == expected and new[0].version == 7 and new[1].logps != old.logps
     assert compiled == {"compiled/prefill": 1, "compiled/decode": 1}
 
 
 def test_misuse_is_refused_in_words():
-    with pytest.raises(ValueError, match="speculator_rows must be 0 .* at least 2, got 1"):
-        engine(speculator_rows=1)
+    with pytest.raises(ValueError, match="speculator_rows must be at least 0, got -1"):
+        engine(speculator_rows=-1)
+    with pytest.raises(ValueError, match="pages=6 of 64 tokens are too few.* at least 8"):
+        engine(pages=6)
     with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         engine(rows=0)
     eng = engine(speculator_rows=0)
@@ -584,6 +606,10 @@ def test_misuse_is_refused_in_words():
             (SamplingParams(temperature=math.nan), "temperature"),
             (SamplingParams(temperature=-0.5), "temperature"),
             (SamplingParams(stop_ids=tuple(range(9))), "at most 8 stop ids, got 9"),
+            (SamplingParams(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
+            (SamplingParams(top_k=-1), "top_k must be at least 0"),
+            (SamplingParams(max_tokens=3, min_tokens=4), "min_tokens must be 0 to max_tokens=3"),
+            (SamplingParams(max_tokens=1, forced=(1, 2)), "2 forced ids"),
         ):
             with pytest.raises(ValueError, match=words_):
                 await seq.sample(params)
@@ -605,6 +631,80 @@ def test_misuse_is_refused_in_words():
             speculator.fork(seed=1, mode="agent")
 
     run(main)
+
+
+# -- limits of a draw and of the cache ------------------------------------------------------------
+
+
+def test_forced_ids_come_first_with_the_log_probs_of_the_model():
+    async def main():
+        eng = engine()
+        free = await eng.open(PROMPT, seed=3).sample(HOT)
+        forced = dataclasses.replace(HOT, forced=free.ids[:18])
+        same = await eng.open(PROMPT, seed=3).sample(forced)
+        other = await eng.open(PROMPT, seed=3).sample(dataclasses.replace(HOT, forced=(1, 2, 3)))
+        return free, same, other
+
+    free, same, other = run(main)
+    assert same == free
+    assert other.ids[:3] == (1, 2, 3)
+    logp = log_softmax(full_logits(PROMPT + other.ids))
+    for i, token in enumerate(other.ids):
+        assert abs(other.logps[i] - logp[len(PROMPT) + i - 1][token]) < 1e-4
+
+
+def test_no_stop_id_before_the_minimum_and_limits_of_a_neighbour_change_nothing():
+    async def main():
+        eng = engine()
+        stop = (await eng.open(PROMPT, seed=3).sample(HOT)).ids[2]
+        late = SamplingParams(max_tokens=20, stop_ids=(stop,), min_tokens=9)
+        narrow = SamplingParams(max_tokens=20, top_k=1)
+        return await asyncio.gather(
+            eng.open(PROMPT, seed=3).sample(late),
+            eng.open(PROMPT, seed=5).sample(narrow),
+            eng.open(PROMPT, seed=6).sample(GREEDY),
+            eng.open(PROMPT, seed=3).sample(HOT),
+            eng.open(PROMPT, seed=3).sample(dataclasses.replace(HOT, top_p=1e-6)),
+        ), stop
+
+    (late, narrow, greedy, hot, top), stop = run(main)
+    assert stop not in late.ids[:9]
+    assert narrow.ids == greedy.ids == top.ids
+    assert hot == reference()[0]
+
+
+@pytest.mark.parametrize("pages", [32, 40])
+def test_under_pressure_agents_finish_with_the_same_bits_and_speculators_are_dropped(pages):
+    async def main(pages: int):
+        eng = engine(rows=6, speculator_rows=4, page_tokens=8, pages=pages)
+
+        async def episode(i: int):
+            agent = eng.open(words(6 + i, i), seed=i)
+            turns, dropped = [], 0
+            for _ in range(3):
+                fork = agent.fork(seed=9, mode="speculator")
+                fork.extend(SUFFIX)
+                both = await asyncio.gather(
+                    agent.sample(HOT), fork.sample(HOT), return_exceptions=True
+                )
+                assert isinstance(both[1], (Completion, SequenceDropped))
+                dropped += isinstance(both[1], SequenceDropped)
+                turns.append(both[0])
+                fork.close()
+                agent.extend(SUFFIX)
+            agent.close()
+            return turns, dropped
+
+        found = await asyncio.gather(*map(episode, range(9)))
+        return [turns for turns, _ in found], sum(n for _, n in found), eng, held(eng)
+
+    calm, n_dropped, _, n_held = run(lambda: main(400))
+    assert n_dropped == n_held == 0
+    pressed, n_dropped, eng, n_held = run(lambda: main(pages))
+    assert pressed == calm
+    assert n_held == 0
+    assert eng.counters["pauses"] > 0 and eng.counters["saved_pages"] > 0
+    assert n_dropped == eng.counters.get("drops", 0)
 
 
 # -- the live driver -------------------------------------------------------------------------------
@@ -631,20 +731,20 @@ def test_live_driver_gives_the_same_and_survives_cancellation():
             task.cancel()
         done = await asyncio.wait_for(asyncio.gather(*tasks, *others), 60)
         rest = await asyncio.gather(*doomed, return_exceptions=True)
-        return done, rest, {mode: len(p.free) for mode, p in eng._scheduler.pools.items()}
+        return done, rest, held(eng)
 
     eng_rows_3 = run(lambda: alone(engine(rows=3)))
-    done, rest, free = asyncio.run(main())
+    done, rest, n_held = asyncio.run(main())
     assert done[3] == eng_rows_3
     assert len({c.ids for c in done[6:]}) == 5
     assert all(isinstance(r, asyncio.CancelledError) for r in rest)
-    assert free == {"agent": 3, "speculator": 2}
+    assert n_held == 0
 
 
 def test_a_failing_device_call_reaches_everyone_who_waits():
     async def main():
         eng = engine(rows=2)
-        eng.params = eng.params | {"head": jnp.zeros((V, 3))}
+        eng.load(eng.params | {"head": jnp.zeros((V, 3))}, version=1)
         samples = [eng.open(PROMPT, seed=i).sample(HOT) for i in range(3)]
         return await asyncio.wait_for(asyncio.gather(*samples, return_exceptions=True), 60)
 

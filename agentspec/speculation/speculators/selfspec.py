@@ -14,7 +14,7 @@ from typing import Any
 
 from agentspec import rng
 from agentspec.speculation.candidates import candidate_from
-from agentspec.types import Candidate, SamplingParams, ToolSpec
+from agentspec.types import Candidate, SamplingParams, SequenceDropped, ToolSpec
 
 
 class SelfSpeculator:
@@ -62,6 +62,9 @@ class SelfSpeculator:
                 handle.close()
 
     async def _predict(self, handle: Any, sampling: SamplingParams) -> Candidate:
-        completion = await handle.sample(sampling)
+        try:
+            completion = await handle.sample(sampling)
+        except SequenceDropped as dropped:
+            return Candidate((), (), None, (str(dropped),), asyncio.get_running_loop().time())
         parsed = self._chat.parse(list(completion.ids), self._tools)
         return candidate_from(completion, parsed, asyncio.get_running_loop().time())
