@@ -218,8 +218,8 @@ def test_grown_lies_on_the_line() -> None:
 
 def test_report_sums_and_says_what_does_not_fit() -> None:
     program = Measured("agent update, micro-batch", 6 * GIB, 2 * GIB, 0, 5 * GIB, Cost(1e12, 1e9))
-    phase = Phase(program, {"moments": 2 * GIB, "caches": GIB})
-    report = Report("title", FIRST, {"caches": GIB}, (phase,), (), GIB // 4, 4)
+    phase = Phase(program, {"moments": 2 * GIB, "cache": GIB})
+    report = Report("title", FIRST, {"cache": GIB}, (phase,), (), GIB // 4, 4)
     assert phase.peak_bytes == 16 * GIB and not report.fits
     assert report.sequences == (15.75 - 15) * 4
     assert "DOES NOT FIT" in text(report)
