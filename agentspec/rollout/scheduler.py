@@ -445,7 +445,8 @@ class Scheduler:
                 self._drop_prefix(old)
 
     def _drop_prefix(self, prefix: Prefix) -> None:
-        self._prefixes.pop(prefix.key, None)
+        if self._prefixes.get(prefix.key) is prefix:  # a saved one may stand beside another's
+            del self._prefixes[prefix.key]
         self.pages.give_back(prefix.pages)
         if prefix.state is not None:
             self.states.give_back([prefix.state])
