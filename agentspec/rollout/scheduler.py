@@ -212,7 +212,8 @@ class Scheduler:
         wanted = (n_ids + steps - 2) // P + 1
         # One more for each copy; states: after each segment, to write to, and three saved ones.
         segments = self._segments(track)
-        missing = wanted - len(track.pages) + len(segments) + 1
+        held = track.saved.n_pages if track.saved is not None else 0  # may be more, after a rewind
+        missing = max(wanted, held) - len(track.pages) + len(segments) + 1
         if not self._make_room(track, missing, 4 + len(segments), plan):
             return False
         if track.saved is not None:
@@ -441,7 +442,8 @@ class Scheduler:
         track.prefix = prefix
         if old is not None:
             old.users -= 1
-            if not old.users and not (old.root and old.key):
+            kept = old.root and self._prefixes.get(old.key) is old
+            if not old.users and not kept:
                 self._drop_prefix(old)
 
     def _drop_prefix(self, prefix: Prefix) -> None:
