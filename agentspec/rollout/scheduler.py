@@ -132,7 +132,6 @@ class Scheduler:
             track.request = None
         track.closed = True
         self._forget(track)
-        self._use(track, None)
         del self._tracks[track.born]
 
     def withdraw(self, request: Request) -> None:
@@ -181,7 +180,6 @@ class Scheduler:
         """No track holds anything any more: other weights. No request may be under way."""
         for track in self._tracks.values():
             self._forget(track)
-            self._use(track, None)
         self.forget_prefixes()
 
     # -- planning --------------------------------------------------------------------------------
@@ -266,9 +264,12 @@ class Scheduler:
         track.cached, track.key = end, key
         held = list(track.pages[: -(-end // P)])
         prefix = Prefix(key, end, held, track.state, root=root, reader=track)
-        self.pages.share(prefix.pages)
+        # Once more until the plan is made: nobody may take what is still to be written.
+        self.pages.share(held + held)
+        plan.pinned += held
         if prefix.state is not None:
-            self.states.share([prefix.state])
+            self.states.share([prefix.state, prefix.state])
+            plan.pinned_states.append(prefix.state)
         if key:
             self._prefixes[key] = prefix
         self._use(track, prefix)
@@ -432,6 +433,8 @@ class Scheduler:
         track.pages = list(prefix.pages)
         self._set_state(track, prefix.state)
         track.cached, track.key = prefix.n, prefix.key
+        if prefix.n % self.page_tokens:  # its own page, after a rewind: forks may see more of it
+            self.pages.disown(track.pages[-1], track)
         self._use(track, prefix)
 
     def _use(self, track: Track, prefix: Prefix | None) -> None:
@@ -474,4 +477,5 @@ class Scheduler:
         self.pages.give_back(track.pages)
         track.pages, track.saved = [], None
         self._set_state(track, None)
+        self._use(track, None)
         track.cached, track.key = 0, ROOT

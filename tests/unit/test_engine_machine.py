@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 
 from agentspec.model.config import LinearShape, ModelConfig
 from agentspec.model.transformer import LanguageModel
-from agentspec.rollout.engine import Engine, SequenceClosed
+from agentspec.rollout.engine import Engine, SequenceClosed, SequenceTooLong
+from agentspec.rollout.plain import PlainEngine
 from agentspec.speculation.clock import LatencyModel, run_simulated
 from agentspec.types import Completion, SamplingParams, SequenceDropped
 
@@ -42,13 +43,15 @@ def model(kind: str) -> tuple[LanguageModel, dict]:
     if kind == "hybrid":
         shape = {"n_layers": 4, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "rotary_dim": 4}
         shape |= {"layer_types": ("linear", "linear", "linear", "full"), "family": "qwen3_5"}
-        shape |= {"linear": LinearShape(key_heads=1, value_heads=2, key_dim=8, value_dim=8)}
-        shape |= {"chunk": 16}
+        shape |= {"linear": LinearShape(key_heads=1, value_heads=2, key_dim=16, value_dim=8)}
+        # Norms of what is about 0 blow rounding up: with smaller keys and an epsilon of 1e-6 a
+        # change of the weights in the last bit moves some log-probs by 1e-3, with these by 1e-5.
+        shape |= {"chunk": 16, "norm_eps": 1e-2}
     config = ModelConfig(vocab_size=V, d_model=32, d_ff=48, rope_theta=1e4, **shape)
     language_model = LanguageModel(config)
     params = language_model.init(jax.random.key(5))
-    # logits that leave much open, so that a wrong cache shows
-    return language_model, params | {"embedding": params["embedding"] * 2.5}
+    # A wrong id 20 tokens back shows as 1e-2 in the log-probs.
+    return language_model, params | {"embedding": params["embedding"] * 1.5}
 
 
 ENGINES: dict[tuple[str, int], Engine] = {}  # compiling one costs seconds
@@ -335,8 +338,6 @@ def test_every_token_is_that_of_a_full_forward_pass_in_many_schedules(kind):
 
 
 def same_bits(kind: str, n: int) -> None:
-    pressed: collections.Counter[str] = collections.Counter()
-
     @settings(
         max_examples=n, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
@@ -345,7 +346,6 @@ def same_bits(kind: str, n: int) -> None:
         calm = play(kind, PLENTY, schedule)
         short = play(kind, pages, schedule, shuffle)
         assert not calm.dropped
-        pressed["dropped"] += len(short.dropped)
         for (number, step), segment in calm.segments.items():
             if number not in short.dropped:
                 assert short.segments.get((number, step)) == segment
@@ -362,3 +362,64 @@ def test_neither_pages_nor_order_change_a_bit(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_neither_pages_nor_order_change_a_bit_in_many_schedules(kind):
     same_bits(kind, 20)
+
+
+# -- the plain engine ------------------------------------------------------------------------------
+
+LIMITED = SamplingParams(0.7, 9, STOPS, top_p=0.8, top_k=7, min_tokens=3, forced=(9, 8))
+CALLS = (
+    Step("open", n=36, seed=3),
+    Step("open", n=0, seed=4),
+    Step("sample", samples=((0, SamplingParams(max_tokens=9)), (1, LIMITED))),
+    Step("extend", who=0, n=6, seed=5),
+    Step("speculate", who=0, seed=6),
+    Step("fork", who=1, seed=7),
+    Step("sample", samples=tuple((who, LIMITED) for who in range(4))),
+    Step("rewind", who=0, n=9),
+    Step("sample", samples=((0, SamplingParams(0.0, 5)), (3, SamplingParams(max_tokens=99)))),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plain_engine_samples_the_same(kind):
+    eng = PlainEngine(*model(kind), cache_tokens=CACHE, prefill_chunk=8)
+    plain = run_simulated(Player(eng).play(CALLS)).segments
+    paged = play(kind, PLENTY, CALLS).segments
+    assert len(plain) == 8 and plain.keys() == paged.keys()
+    for key, segment in plain.items():
+        got, other = segment.got, paged[key].got
+        assert (got.ids, got.finish) == (other.ids, other.finish)
+        np.testing.assert_allclose(got.logps, other.logps, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(got.entropies, other.entropies, rtol=0, atol=1e-4)
+    unlimited = [segment for segment in plain.values() if segment.params != LIMITED]
+    judge(kind, unlimited, collections.Counter())
+
+
+def test_handles_of_the_plain_engine():
+    async def main():
+        seq = PlainEngine(*model("dense"), cache_tokens=CACHE).open(words(50, 1), seed=1)
+        before = seq.ids
+        assert seq.room == CACHE - 50
+        with pytest.raises(SequenceTooLong):
+            seq.extend([5] * 15)
+        task = asyncio.create_task(seq.sample(SamplingParams(max_tokens=4)))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="while the sequence is sampling"):
+            seq.rewind(3)
+        fork = seq.fork(seed=1)  # the ids before the sample under way
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert seq.ids == fork.ids == before
+        assert (await seq.sample(SamplingParams(max_tokens=99))).ids == seq.ids[50:]
+        assert seq.room == 0 and (await seq.sample(SamplingParams())).ids == ()
+        task = asyncio.create_task(fork.sample(SamplingParams()))
+        await asyncio.sleep(0)
+        fork.close()
+        with pytest.raises(SequenceClosed):
+            await task
+        with pytest.raises(SequenceClosed):
+            fork.extend([1])
+
+    run_simulated(main())
