@@ -241,7 +241,8 @@ def test_heads_apart_give_the_same(monkeypatch):
 def test_no_room_for_branches_means_none():
     x, zeros = vectors(R, 21, D), jnp.zeros((R, 21), jnp.int32)
     layout = Layout(zeros + jnp.arange(21), None, zeros, zeros + NO_CUT, zeros[:, None, :0])
-    np.testing.assert_array_equal(jax.jit(run)(PARAMS, x, layout), full(x))
+    # two programs: equal to the last bit on some CPUs only
+    np.testing.assert_allclose(jax.jit(run)(PARAMS, x, layout), full(x), rtol=0, atol=1e-5)
 
 
 def test_missing_sizes_are_named():
